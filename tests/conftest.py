@@ -1,4 +1,4 @@
-"""What all tests share: the pool of ranks, the CPU as device, and the GPU tests' skip."""
+"""What all tests share: the pool of ranks, real runs, the CPU as device, and the GPU tests' skip."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.config import parse_warning_filter  # pytest has no public reader of its own filterwarnings setting
 
-from tests.distributed.pool import RankPool
+from tests.distributed.pool import RankPool, ready_to_fork
+from tests.e2e import runs, shared
 
 # Results must not depend on the machine: everything runs on the CPU, on ranks and in commands that tests start too,
 # unless a test marked `gpu` takes this away again.
@@ -31,6 +35,36 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides of the smallest sensible run, in fp32 so that results do not depend on how a batch is cut."""
+    return [*runs.TINY, f"data.path={shared.write_corpus(tmp_path_factory.mktemp('corpus'))}", "precision=fp32"]
+
+
+@pytest.fixture(scope="session")
+def real_runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny: list[str]
+) -> Iterator[dict[str, Future[Any]]]:
+    """Of the runs in ``shared.RUNS`` those that a test looks at. Another process starts one after the other."""
+    wanted = {name for item in request.session.items for name in item.fixturenames}
+    executor = ProcessPoolExecutor(1, ready_to_fork())
+    places = {name: tmp_path_factory.mktemp(name) for name in shared.RUNS if name in wanted}
+    yield {name: executor.submit(shared.RUNS[name], place, tiny) for name, place in places.items()}
+    executor.shutdown(cancel_futures=True)
+
+
+def _result_of(name: str) -> Any:
+    """A fixture: what came of a real run."""
+
+    def fixture(real_runs: dict[str, Future[Any]]) -> Any:
+        return real_runs[name].result()
+
+    return pytest.fixture(scope="session", name=name)(fixture)
+
+
+full_disk, watched, sweep, broken = map(_result_of, shared.RUNS)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays for good: no collection of garbage need look at it again (a tenth of the unit tests)."""
     gc.collect()
@@ -38,7 +72,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are skipped, by name, where there is no GPU."""
+    """Unit tests come before those of real runs, which begin beside them; ``gpu`` is skipped where there is no GPU."""
+    items.sort(key=lambda item: item.path.is_relative_to(Path(shared.__file__).parent))
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch

@@ -82,7 +82,7 @@ HOPS = (
     Hop(FETCH, BUCKET + "PartitionedBucket.launch", "NOT_AVAILABLE to INFLIGHT", {"shard_S": "w.shard"}, "call"),
     Hop("", COLLECTIVES + "Communicator.exchange", "each part leaves for its rank: torch is called here",
         {"kind": "kind", "send": "[part for q, part in enumerate(send) if q != self.rank]"}, "call", "callers"),
-    Hop(FETCH, BUCKET + "PartitionedBucket.wait", "INFLIGHT to AVAILABLE", {"whole": "w.part_of(self.whole)"}),
+    Hop(FETCH, BUCKET + "PartitionedBucket.wait", "INFLIGHT to AVAILABLE", {"whole": "w.part_of(self.gathered)"}),
     Hop("", PARAM + "ZeroParameter.show", "what the parameter shows from here on", {"param": "values"}, "call"),
     Hop("", HOOKS + "ModuleHooks.pack", "autograd saves the weight, and is given a record in its place",
         {"shape": "list(returned.shape)"}),

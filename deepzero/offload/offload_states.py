@@ -278,14 +278,14 @@ class StateOffloader:
         self._close_reloaded()
         engine.zero.reducer.drain()
         engine.zero.optimizer_shard.drain_grads()
-        partitioning = engine.zero.partitioning
-        if parameters and partitioning is not None and "lp_params" not in self.away:
-            partitioning.coordinator.release_all()
-            for bucket in partitioning.coordinator.buckets:
+        stage3 = engine.zero.stage3
+        if parameters and stage3 is not None and "lp_params" not in self.away:
+            stage3.coordinator.release_all()
+            for bucket in stage3.coordinator.buckets:
                 if bucket.status is not ZeroParamStatus.NOT_AVAILABLE:
                     raise RuntimeError(f"offload_states inside GatheredParameters({bucket.names}): leave it first")
                 _ = bucket.shard  # what is on its way to it from the host has arrived
-            partitioning.clear()
+            stage3.clear()
 
     # ---- 2: which storages -------------------------------------------------------------------------------------------
 
@@ -310,14 +310,14 @@ class StateOffloader:
 
     def states(self) -> dict[str, list[tuple[torch.Tensor, bool]]]:
         """Each category's tensors, and whether anybody needs what is in them."""
-        zero, partitioning = self.engine.zero, self.engine.zero.partitioning
+        zero, stage3 = self.engine.zero, self.engine.zero.stage3
         gradients, offload = zero.stage.gradients, zero.offload
         separate = [t for group in zero.groups if (t := group.masters_on_device) is not None]
         params = [t for group in zero.stores for t in group.parameter_storage] + self._plain_parameters()
         tensors = {
             "optim_states": self._optimizer_states(),
             "hp_params": separate + [master for group in zero.groups for master in group.masters],
-            "lp_params": [*params, *(partitioning.secondaries() if partitioning is not None else ())],
+            "lp_params": [*params, *(stage3.secondaries() if stage3 is not None else ())],
             "lp_grads": list(gradients.held_gradients()),
             "contiguous_grad_buffer": list(zero.reducer.kept()),
         }
@@ -381,7 +381,7 @@ class StateOffloader:
         self.engine.fragments.away = self.check_present if self.away else None
         for group in self.engine.zero.stores:
             for bucket in group.buckets if isinstance(group, PartitionedParamGroup) else ():
-                bucket.away = notice if not bucket.gather.shard_on_host else None
+                bucket.away = notice if not bucket.gather.source.on_host else None
 
 
 def _chosen(include: Iterable[str | Enum] | str | None) -> frozenset[str]:

@@ -108,8 +108,7 @@ class Offload:
     ) -> OptimizerShard:
         """Carve what gradients and staging need, and build the shard around it. Arguments are OptimizerShard's."""
         for group in groups:
-            if group.before_write is None:  # partitioned groups have it since they were built
-                group.before_write = self.finish_reads
+            group.before_write = self.finish_reads
         if self.sums is None:  # only parameters are on the host
             return OptimizerShard(optimizer, groups, *given, **more)
         self.shard = self.shard_class(self, optimizer, groups, *given, **more)
@@ -156,16 +155,16 @@ class HostShard(DeviceShard):
         comm.ledger.untracked_kinds.add(FETCH_BETWEEN_STEPS)
 
     @contextlib.contextmanager
-    def fetch(self, kind: str, shard: torch.Tensor, place: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Copy the shard to ``place``. Inside the context the current stream is behind the copy.
+    def fetch(self, kind: str, shard: torch.Tensor, target: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Copy the shard to ``target``. Inside the context the current stream is behind the copy.
 
         What is launched there is ordered behind the copy on the copy's own stream: the model goes on computing, as it
         does while others send.
         """
         counted = FETCH_BETWEEN_STEPS if kind in self._comm.ledger.untracked_kinds else FETCH
-        self._copy = self._copier.to_device(counted, place, shard, self._padding, self._where)
+        self._copy = self._copier.to_device(counted, target, shard, self._padding, self._where)
         with self._copy.afterwards(alone=self._comm.world_size == 1):
-            yield place
+            yield target
 
     def wait(self) -> None:
         """Let the current stream wait for the copy."""

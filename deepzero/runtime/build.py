@@ -33,8 +33,8 @@ from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_adva
 from deepzero.runtime.zero.gradient_reduction import GradientReducer, UnreducedGradients, reduce_order
 from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
 from deepzero.runtime.zero.optimizer_shard import GroupLayout, OptimizerShard, ParamGroup
+from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage3 import (
-    Partitioning,
     ZeroStage3,
     is_real,
     partition_model,
@@ -77,8 +77,6 @@ class ZeroComponents:
     stage: ZeroStage1And2 | ZeroStage3
     dtypes: Dtypes
     moment_bytes: int
-    partitioning: Partitioning | None
-    """Stage 3's."""
     offload: Offload | None
     """What lives in host memory, if anything does."""
     optimizer_shard: OptimizerShard
@@ -89,6 +87,11 @@ class ZeroComponents:
     """Of what is quantised, if anything is."""
 
     @property
+    def stage3(self) -> ZeroStage3 | None:
+        """The stage, if its parameters are partitioned."""
+        return self.stage if isinstance(self.stage, ZeroStage3) else None
+
+    @property
     def quantized_grads(self) -> QuantizedReduce | None:
         """The reducer's part that is qgZ; None: gradients are not quantised, or there is one rank."""
         return self.reducer.strategy
@@ -96,7 +99,7 @@ class ZeroComponents:
     @property
     def stores(self) -> list[ParamGroup]:
         """All groups, those that are not trained (stage 3) too."""
-        return [*self.groups, *(self.partitioning.frozen if self.partitioning is not None else ())]
+        return [*self.groups, *(self.stage3.frozen if self.stage3 is not None else ())]
 
     def offload_report(self) -> dict[str, dict[str, float]]:
         """The last step's pipeline between device and host, part by part; empty where nothing is offloaded."""
@@ -122,8 +125,8 @@ class ZeroComponents:
         """The engine is destroyed: host memory is unlocked, and goes back to the system with its last tensor."""
         if self.offload is not None:
             self.offload.arena.close()
-        if self.partitioning is not None:
-            self.partitioning.clear()
+        if self.stage3 is not None:
+            self.stage3.clear()
 
 
 def build_zero(
@@ -162,13 +165,14 @@ def build_zero(
     # ---- move: from the first parameter that is cut the model is deepzero's, and after an error nobody's
     with lost_on_error(model):
         model.zero_grad()  # what was computed before counts in no step
-        partitioning: Partitioning | None = None
+        coordinator: PartitionedParameterCoordinator | None = None
         if zero.stage == 3:
             place_buffers(model, comm)
-            partitioning = partition_model(names, planned, limit, placements, zero, comm, dtypes.compute, offload)
-            groups = partitioning.groups
+            host = (None, None) if offload is None else (offload.allocate, offload.source_of)
+            stored, coordinator = partition_model(names, planned, limit, placements, zero, comm, dtypes.compute, *host)
         else:
-            groups = list(place_model(model, planned, placements, config, comm, offload))
+            stored = place_model(model, planned, placements, config, comm, offload)
+        groups = [group for group in stored if group.optimizer_group is not None]  # stage 3 has frozen ones, too
         if isinstance(optimizer, CPUAdam):
             choose_kernel(optimizer, dtypes, placements, comm.device)
         # From here on the optimizer holds fragments of masters, and its state is made for these: now, and not in the
@@ -186,17 +190,17 @@ def build_zero(
         shard = _build_optimizer_shard(optimizer, groups, config, reducer, dtypes, offload)
         overlap = zero.overlap_comm and zero.stage > 0
         gradients = GradientReducer(shard, order, unreduced, reducer, every_pass=zero.stage >= 2, overlap=overlap)
-        stage = _build_stage(model, gradients, partitioning, zero.stage, comm)
+        stage = _build_stage(model, gradients, stored, coordinator, zero.stage)
         if offload is not None and offload.shard is not None:
             # The CPU steps bucket by bucket; the parameters of one are published while it steps on the next.
             offload.shard.on_uploaded = stage.arrived
         built = ZeroComponents(
             groups, unreduced, reducer, stage, dtypes, next((size for size in moment_bytes if size), 0),
-            partitioning, offload, shard, TrainedParameters(model, groups),
+            offload, shard, TrainedParameters(model, groups),
         )  # fmt: skip
         build_ledger(built, optimizer, config, comm, micro_batches)
         monitor = build_quantization_monitor(
-            groups, partitioning.coordinator.buckets if partitioning is not None else [], built.quantized_grads,
+            groups, coordinator.buckets if coordinator is not None else [], built.quantized_grads,
             zero.quantization, comm, lambda: predict_unquantized(built, comm, micro_batches),
         )  # fmt: skip
         return dataclasses.replace(built, meter=monitor)
@@ -267,7 +271,7 @@ def place_model(
     config: EngineConfig,
     comm: Communicator,
     offload: Offload | None,
-) -> list[FlatParamGroup]:
+) -> list[ParamGroup]:
     """Stages 0-2: move the model to the device, with rank 0's values, the trainable parameters into flat buffers."""
     # What modules that are not plain do when they are moved is done; the parameters stay where they are. Buffers are on
     # the device after it; what follows gives them rank 0's values.
@@ -356,12 +360,13 @@ def _build_optimizer_shard(
 
 
 def _build_stage(
-    model: nn.Module, gradients: GradientReducer, partitioning: Partitioning | None, stage: int, comm: Communicator
-) -> ZeroStage1And2 | ZeroStage3:
-    if partitioning is not None:
-        return ZeroStage3(model, gradients, partitioning)
-    flat = [group for group in gradients.groups if isinstance(group, FlatParamGroup)]
-    return (ZeroStage0 if stage == 0 else ZeroStage1And2)(flat, gradients, comm)
+    model: nn.Module, gradients: GradientReducer, groups: Sequence[ParamGroup],
+    coordinator: PartitionedParameterCoordinator | None, stage: int,
+) -> ZeroStage1And2 | ZeroStage3:  # fmt: skip
+    if coordinator is not None:
+        return ZeroStage3(model, gradients, groups, coordinator)
+    flat = [group for group in groups if isinstance(group, FlatParamGroup)]
+    return (ZeroStage0 if stage == 0 else ZeroStage1And2)(flat, gradients, gradients.reducer.comm)
 
 
 def _build_reducer(

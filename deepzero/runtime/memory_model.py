@@ -349,9 +349,9 @@ def planned(buckets: Sequence[PartitionedBucket], plan: FetchPlan) -> tuple[dict
             kept = gather.group is not None and (key in seen or gather.always_inside)
             seen.add(key)
             forms[BACKWARD if backward else FORWARD].add(gather.forecast(inside=kept))
-            if gather.shard_on_host and not kept:  # this rank's part comes from host memory first
-                world, true = gather.comm.world_size, bucket.bucket.true_numel()
-                part_bytes = bucket.bucket.shard_numel * gather.dtype.itemsize
+            if gather.source.on_host and not kept:  # this rank's part comes from host memory first
+                world, true = gather.comm.world_size, bucket.layout.true_numel()
+                part_bytes = bucket.layout.shard_numel * gather.dtype.itemsize
                 fetched.add(Traffic(1, true / world, (bucket.numel - true) / world, part_bytes))
     traffic = {**forms, **_replicas(buckets), **({FETCH: fetched} if fetched.calls else {})}
     return traffic, most_flying * max((bucket.gather.scratch_bytes for bucket in buckets), default=0)
@@ -365,7 +365,7 @@ def predict(coordinator: PartitionedParameterCoordinator, ledger: Ledger) -> Non
         ledger.predicted_traffic.update(forecasts[0][0])
     itemsize = max((bucket.gather.dtype.itemsize for bucket in buckets), default=0)
     messages = max(message_bytes for _, message_bytes in forecasts)
-    ledger.predicted_memory["gathered"] = coordinator.most_gathered_numel() * itemsize + messages
+    ledger.predicted_memory["gathered"] = coordinator.pool.predicted_numel * itemsize + messages
 
 
 def secondary_bytes(buckets: Iterable[PartitionedBucket]) -> int:
@@ -378,7 +378,7 @@ def _replicas(buckets: Sequence[PartitionedBucket]) -> dict[str, Traffic]:
     total = Traffic()
     for bucket in buckets:
         if isinstance(bucket.gather, SecondaryAllGather) and bucket.gather.mics:
-            total.add(bucket.gather.forecast_publish())
+            total.add(bucket.gather.forecast_to_replicas())
     return {TO_REPLICAS: total} if total.calls else {}
 
 
@@ -407,7 +407,7 @@ def build_ledger(
         quantized_grads=built.quantized_grads.format if built.quantized_grads is not None else None,
     )
     layouts = [group.layout for group in built.groups]
-    persistent = [g.layout for g in built.groups if not g.partitioned] if built.partitioning is not None else []
+    persistent = [g.layout for g in built.groups if not g.partitioned] if built.stage3 is not None else []
     memory, padding = _states(built, comm.world_size, sizes)
     traffic = predicted_traffic(layouts, comm.nodes, sizes, persistent)
     memory["buckets"] = bucket_bytes(layouts, comm.world_size, comm.device, sizes, comm.nodes)
@@ -416,8 +416,8 @@ def build_ledger(
         placements, delayed = [g.placement for g in built.groups], config.zero.offload_optimizer.delayed_update
         on_device, memory[STAGING] = wire_bytes(placements, sizes, comm.world_size, delayed)
         memory["buckets"] += on_device
-    if built.partitioning is not None:
-        coordinator = built.partitioning.coordinator
+    if built.stage3 is not None:
+        coordinator = built.stage3.coordinator
         coordinator.on_plan = partial(predict, coordinator, ledger)
         traffic |= expected(coordinator.buckets, micro_batches)
         memory[SECONDARY] = secondary_bytes(coordinator.buckets)
@@ -431,8 +431,8 @@ def build_ledger(
 def predict_unquantized(built: ZeroComponents, comm: Communicator, micro_batches: int) -> None:
     """Predict later steps anew: a bucket goes unquantised from now on, so every later step sends more."""
     ledger, quantized_grads = comm.ledger, built.quantized_grads
-    if built.partitioning is not None:
-        coordinator = built.partitioning.coordinator
+    if built.stage3 is not None:
+        coordinator = built.stage3.coordinator
         with ledger.aside():  # secondary partitions that have changed their form are empty
             send_to_replicas(coordinator.buckets)
         ledger.predicted_traffic |= expected(coordinator.buckets, micro_batches)
@@ -464,12 +464,12 @@ def _on_host(built: ZeroComponents, count: Callable[[Bucket], int]) -> HostEleme
 
 def _states(built: ZeroComponents, world: int, sizes: StateSizes) -> tuple[dict[str, int], int]:
     """Bytes of model states by category, and the bytes of padding in all of them."""
-    offload, partitioning = built.offload, built.partitioning
+    offload, stage3 = built.offload, built.stage3
 
     def forms(count: Callable[[Bucket], int]) -> tuple[dict[str, int], int]:
         trained = sum(count(b) for g in built.groups for b in g.layout.buckets)
         persistent = sum(count(b) for g in built.groups if not g.partitioned for b in g.layout.buckets)
-        frozen = sum(count(b) for g in partitioning.frozen for b in g.layout.buckets) if partitioning is not None else 0
+        frozen = sum(count(b) for g in stage3.frozen for b in g.layout.buckets) if stage3 is not None else 0
         if offload is None:
             return predicted_memory(Elements(trained, persistent, frozen), world, sizes), trained
         copies = offload.sums.copies if offload.sums is not None else 1
@@ -508,7 +508,7 @@ def _copies(built: ZeroComponents, world: int, sizes: StateSizes) -> dict[str, T
 
 def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
     """Which tensors are measured, and how much of each is padding: what is more than this rank's fragments."""
-    offload, partitioning = built.offload, built.partitioning
+    offload, stage3 = built.offload, built.stage3
 
     def states_of(masters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         # Counters of steps, 4 bytes for each tensor, are no moments, and lie on the host.
@@ -538,10 +538,10 @@ def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledg
     ledger.watch("gradients", built.stage.gradients.held_gradients, padding["gradients"])
     ledger.watch("moments", moments, padding["moments"])
     ledger.watch("buckets", buckets)
-    if partitioning is not None:
-        ledger.watch("gathered", partitioning.gather_buffers, most=partitioning.most_gathered)
-        if partitioning.secondaries():
-            ledger.watch(SECONDARY, partitioning.secondaries)
+    if stage3 is not None:
+        ledger.watch("gathered", stage3.gather_buffers, most=stage3.most_gathered)
+        if stage3.secondaries():
+            ledger.watch(SECONDARY, stage3.secondaries)
     if offload is not None:
         inside = sum(t.nbytes for t in stepped_on_host() if offload.arena.holds(t))
         padding[MOMENTS] = sum(t.nbytes for t in offload.arena.tensors(MOMENTS)) - inside

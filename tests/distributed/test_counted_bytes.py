@@ -3,13 +3,13 @@
 import pytest
 from torch import nn
 
-from tests.distributed.training import as_predicted, config, make_model, train
+from tests.distributed.training import as_predicted, config, make_model, train, train_each
 
 PSI = sum(p.numel() for p in make_model().parameters())
 
 
-def report(rank, world, settings, steps=2):
-    return train(rank, world, settings, steps)["report"]
+def report(rank, world, settings):
+    return train(rank, world, settings, 2)[1]
 
 
 def elements(communication, prefix):
@@ -26,10 +26,6 @@ def test_two_psi(ranks, stage, world):
     as_predicted(communication)
 
 
-def reports(rank, world, cases):
-    return [report(rank, world, case)["communication"] for case in cases]
-
-
 def test_one_rank_counts_calls_that_send_nothing(ranks):
     """Under the names that were predicted."""
     cases = [
@@ -37,8 +33,8 @@ def test_one_rank_counts_calls_that_send_nothing(ranks):
         for stage in (0, 1, 2, 3)
         for reduce in ("exact", "native")
     ]
-    (found,) = ranks.run(reports, cases, world_size=1)
-    for communication in found:
+    (found,) = ranks.run(train_each, cases, 2, world_size=1)
+    for communication in (report["communication"] for _, report in found):
         assert elements(communication, "") == 0
         assert any(counts["measured"]["calls"] for kind, counts in communication.items() if "gradients." in kind)
         for kind, counts in communication.items():

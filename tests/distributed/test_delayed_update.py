@@ -18,8 +18,8 @@ from deepzero.offload.delayed_update import DelayedOptimizerShard
 from deepzero.ops import CPUAdam
 from deepzero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.distributed.pool import on_ranks
-from tests.distributed.test_offload import CPU_ADAM, go, settings
-from tests.distributed.training import make_batch, make_model, my_micro_batches
+from tests.distributed.test_offload import CPU_ADAM, settings
+from tests.distributed.training import built, check_same_bits, go, make_batch, make_model, my_micro_batches, train_each
 
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
 AFTER = 2
@@ -28,11 +28,6 @@ AFTER = 2
 def late(stage, after=AFTER, ratio=1.0, **more):
     offload = {"delayed_update": True, "delay_after_steps": after}
     return settings(stage, ratio, offload=offload, gradient_clipping=0.0, **{"precision": "bf16", **more})
-
-
-def made(case):
-    model = make_model()
-    return deepzero.initialize(model=model, config=case)[0], model
 
 
 def by_hand(rank, world, steps):
@@ -57,23 +52,13 @@ def by_hand(rank, world, steps):
     return losses
 
 
-def by_engine(rank, world, cases, steps):
-    found = []
-    for case in cases:
-        engine, _ = made(case)
-        found.append((go(engine, rank, world, 0, steps), engine.params_sha256()))
-        engine.destroy()
-    return found
-
-
 def test_is_late_by_one_step(ranks):
     steps = 8
     expected = ranks.run(by_hand, steps, world_size=2)[0]
-    cases = [late(stage, precision="fp32") for stage in (1, 2, 3)]
-    for per_rank in ranks.run(by_engine, cases, steps, world_size=2):
-        for losses, _ in per_rank:
-            assert losses == pytest.approx(expected, rel=2e-4)
-    prompt = ranks.run(by_engine, [settings(2, 1.0, gradient_clipping=0.0)], steps, world_size=2)[0][0][0]
+    cases = [*(late(stage, precision="fp32") for stage in (1, 2, 3)), settings(2, 1.0, gradient_clipping=0.0)]
+    for per_rank in ranks.run(train_each, cases, steps):
+        *delayed, prompt = (losses for (losses, *_), _ in per_rank)
+        assert delayed == [pytest.approx(expected, rel=2e-4)] * 3
     # The first forward pass that an update is missing from is that of the step after the first late one.
     assert prompt[: AFTER + 1] == pytest.approx(expected[: AFTER + 1], rel=2e-4)
     assert abs(prompt[AFTER + 1] / expected[AFTER + 1] - 1) > 1e-2
@@ -88,13 +73,12 @@ def test_same_bits_in_all_stages(ranks, accumulation):
         for stage in stages
         for seed, bucket in ((None, 200), (1, 1500), (2, 200))
     ]
-    results = ranks.run(by_engine, cases, 5, world_size=2)
-    assert all(found == results[0][0] for per_rank in results for found in per_rank)
+    check_same_bits(ranks, cases, 5)
 
 
 def begins_late(rank, world, case):
     """Losses and bits, where each delayed update begins after the backward pass that it runs beside."""
-    engine, _ = made(case)
+    engine = built(case)
     run, gate, held, losses = DelayedOptimizerShard._run, threading.Event(), [], []
 
     def wait_and_run(self, *args):
@@ -119,31 +103,29 @@ def begins_late(rank, world, case):
 def test_an_update_that_begins_late_reads_the_sums_of_its_step(ranks):
     """The next step's gradients have arrived by then, and lie in the other copy."""
     for stage in (2, 3):
-        expected = ranks.run(by_engine, [late(stage)], 6, world_size=2)[0][0]
+        (expected, _, hashed), _ = check_same_bits(ranks, [late(stage)], 6)
         for losses, sha, held in ranks.run(begins_late, late(stage), world_size=2):
-            assert (losses, sha) == expected
+            assert (losses, sha) == (expected, hashed)
             assert held == [True] * (6 - AFTER)
 
 
 def test_half_of_it(ranks):
     """What stays on the device is not late; the bits are the same whatever the timing."""
-    cases = [late(2, ratio=0.5, chaos=seed) for seed in (None, 1, 2)]
-    results = ranks.run(by_engine, cases, 7, world_size=2)
-    assert all(found == results[0][0] for per_rank in results for found in per_rank)
+    check_same_bits(ranks, [late(2, ratio=0.5, chaos=seed) for seed in (None, 1, 2)], 7)
 
 
 @on_ranks()
 def test_checkpoint(rank, world, tmp_path):
     """Saving finishes the update, so a checkpoint is one state; who goes on from it takes the same course."""
     folder = str(tmp_path)
-    straight, _ = made(late(2))
+    straight = built(late(2))
     losses = go(straight, rank, world, 0, 5)
     straight.save_checkpoint(folder)
     losses += go(straight, rank, world, 5, 8)
     sha = straight.params_sha256()
     straight.destroy()
     for steps in (0, 4):
-        again, _ = made(late(2, chaos=3))
+        again = built(late(2, chaos=3))
         go(again, rank, world, 0, steps)  # after four an update is on its way when everything is replaced
         again.load_checkpoint(folder)
         # The delay of a run that goes on counts its steps from the beginning of the run.
@@ -158,7 +140,7 @@ def test_what_a_late_step_moved_is_measured(rank, world):
     # What the step on the host moved, how long that took, and more than that; and how many elements it is for.
     case = late(2)
     began = time.perf_counter()
-    engine, _ = made(case)
+    engine = built(case)
     go(engine, rank, world, 0, AFTER + 2)
     engine.finish_delayed_update()
     numel = sum(part.master.numel() for part in engine.zero.optimizer_shard.parts)
@@ -173,14 +155,14 @@ def test_what_a_late_step_moved_is_measured(rank, world):
 
 @on_ranks()
 def test_steps_agree_by_their_one_message(rank, world):
-    engine, model = made(late(2))
+    engine = built(late(2))
     go(engine, rank, world, 0, 4)
     with mock.patch.object(process_group, "all_gather_object", side_effect=AssertionError("a collective more")):
         go(engine, rank, world, 4, 6)
     go(engine, rank, world, 6, 7)
     if rank == 1:
         with torch.no_grad():
-            model.norm.weight.add_(1)
+            engine.module.norm.weight.add_(1)
     with pytest.raises(RuntimeError, match=("rank 1: " if rank == 0 else "^") + "parameter 'norm.weight' was written"):
         go(engine, rank, world, 7, 8)
     engine.destroy()
@@ -188,9 +170,9 @@ def test_steps_agree_by_their_one_message(rank, world):
 
 @on_ranks()
 def test_readers_and_writers(rank, world):
-    engine, model = made(late(2))
+    engine = built(late(2))
     go(engine, rank, world, 0, 4)
-    param = model.norm.weight
+    param = engine.module.norm.weight
     before = param.detach().clone()
     master = safe_get_full_fp32_param(param)  # waits for the thread
     assert torch.equal(param, before) and not torch.equal(master.to(before.dtype), before)
@@ -201,9 +183,9 @@ def test_readers_and_writers(rank, world):
     engine.discard_gradients()
     engine.destroy()
 
-    engine, model = made(late(3))
+    engine = built(late(3))
     go(engine, rank, world, 0, 4)
-    param = model.blocks[0][1].weight
+    param = engine.module.blocks[0][1].weight
     late_write = pytest.raises(RuntimeError, match="finish_delayed_update")
     with late_write, deepzero.zero.GatheredParameters(param, modifier_rank=0), torch.no_grad():
         param.mul_(0)
@@ -232,7 +214,7 @@ def test_other_optimizers_are_refused(rank, world):
 def test_finished_in_the_middle(rank, world, stage):
     """Between two passes it is new values; a graph over the old ones is refused, not mixed."""
     # Two micro-batches; the update is finished between the first one's backward pass and the second.
-    engine, _ = made(late(stage, gradient_accumulation_steps=2, after=0))
+    engine = built(late(stage, gradient_accumulation_steps=2, after=0))
     go(engine, rank, world, 0, 2)
     micro = my_micro_batches(2, rank, world, engine.batch.micro_batch, 2)
     engine.backward(engine(*micro[0]))
@@ -251,19 +233,19 @@ def test_finished_in_the_middle(rank, world, stage):
 
 @on_ranks()
 def test_a_skipped_step_sends_what_is_ready(rank, world):
-    engine, model = made(late(2, after=0, precision="fp16", fp16={"initial_scale_power": 4}))
+    engine = built(late(2, after=0, precision="fp16", fp16={"initial_scale_power": 4}))
     go(engine, rank, world, 0, 2)
-    before = model.norm.weight.detach().clone()
+    before = engine.module.norm.weight.detach().clone()
     ids, labels = my_micro_batches(2, rank, world, engine.batch.micro_batch, 1)[0]
     engine.backward(engine(ids, labels) * (float("inf") if rank == 0 else 1.0))
     engine.step()
-    assert engine.last_step.skipped and not torch.equal(before, model.norm.weight)
+    assert engine.last_step.skipped and not torch.equal(before, engine.module.norm.weight)
     assert not engine.zero.optimizer_shard.update_pending
 
 
 @on_ranks()
 def test_after_a_refused_step_gradients_are_those_of_the_step(rank, world):
-    engine, _ = made(late(2, after=0))
+    engine = built(late(2, after=0))
     go(engine, rank, world, 0, 2)
     ids, labels = my_micro_batches(2, rank, world, engine.batch.micro_batch, 1)[0]
     engine.backward(engine(ids, labels) * float("nan"))
@@ -290,7 +272,7 @@ def refuse(*_, **__):
 def test_an_update_that_fails_is_not_forgotten(rank, world, tmp_path):
     """All ranks raise, whatever asks; nothing half old is saved; loading begins anew."""
     folder = str(tmp_path)
-    engine, _ = made(late(2, after=0))
+    engine = built(late(2, after=0))
     engine.save_checkpoint(folder)
     go(engine, rank, world, 0, 1)
     engine.zero.optimizer_shard.wait_pending_update()
@@ -311,7 +293,7 @@ def test_an_update_that_fails_is_not_forgotten(rank, world, tmp_path):
 
 @on_ranks()
 def test_a_thread_that_cannot_be_started_is_not_waited_for(rank, world):
-    engine, _ = made(late(2, after=0))
+    engine = built(late(2, after=0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deepzero.offload.delayed_update.start_thread", refuse)
         with pytest.raises(MemoryError, match="no memory"):
@@ -341,8 +323,8 @@ def test_a_program_may_end_before_its_update(tmp_path):
 
 @on_ranks()
 def test_the_checks_of_a_step_are_made(rank, world):
-    engine, model = made(late(2, after=0))
+    engine = built(late(2, after=0))
     go(engine, rank, world, 0, 2)
-    model.norm.weight.data = model.norm.weight.data.clone()
+    engine.module.norm.weight.data = engine.module.norm.weight.data.clone()
     with pytest.raises(RuntimeError, match="has left ZeRO's flat buffer"):
         go(engine, rank, world, 2, 3)

@@ -14,7 +14,9 @@ from tests.distributed.training import (
     SGD,
     VOCAB,
     TinyModel,
+    check_alike,
     config,
+    go,
     log_lines,
     make_batch,
     make_model,
@@ -36,34 +38,31 @@ def test_fp16_overflow_on_one_rank_skips_on_all(rank, world, stage):
         engine.step()
         records.append(engine.last_step)
         hashes.append(engine.params_sha256())
-    skipped, steps, scale = engine.skipped_steps, engine.global_steps, engine.loss_scale
     assert [r.skipped for r in records] == [False, False, True, False, False, False]
-    assert [r.loss_scale for r in records] == [256, 256, 256, 128, 128, 128] and scale == 128
+    assert [r.loss_scale for r in records] == [256, 256, 256, 128, 128, 128] and engine.loss_scale == 128
     assert hashes[2] == hashes[1] and len(set(hashes)) == 5
-    assert (skipped, steps) == (1, 6)
+    assert (engine.skipped_steps, engine.global_steps) == (1, 6)
     assert records[2].grad_norm == math.inf and all(math.isfinite(r.grad_norm) for r in records if not r.skipped)
 
 
-def fp16_backward(rank, world, how):
-    engine = start(make_model(), stage=2, precision="fp16", fp16={"loss_scale": 64}, optimizer=SGD)
-    ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
-    loss = engine(ids, labels)
-    if how == "engine":
-        engine.backward(loss)
-    elif how == "scale":
-        engine.scale(loss).backward()
-    else:
-        loss.backward()
-    engine.step()
-    return engine.params_sha256(), engine.last_step
-
-
-def test_fp16_three_ways_to_call_backward(ranks):
-    engine, scaled, plain = (ranks.run(fp16_backward, how, world_size=2)[0] for how in ("engine", "scale", "plain"))
-    assert engine == scaled
-    assert engine[1].loss_scale == 64 and 0 < engine[1].grad_norm < 100
+@on_ranks()
+def test_fp16_three_ways_to_call_backward(rank, world):
+    found = []
+    for backward in (
+        lambda engine, loss: engine.backward(loss),
+        lambda engine, loss: engine.scale(loss).backward(),
+        lambda engine, loss: loss.backward(),
+    ):
+        engine = start(make_model(), stage=2, precision="fp16", fp16={"loss_scale": 64}, optimizer=SGD)
+        backward(engine, engine(*my_micro_batches(0, rank, world, 2, 1)[0]))
+        engine.step()
+        found.append((engine.params_sha256(), engine.last_step))
+    by_engine, scaled, plain = found
+    assert by_engine == scaled
+    assert by_engine[1].loss_scale == 64 and 0 < by_engine[1].grad_norm < 100
     # A plain pass is scaled at the parameters: the same but for what underflows on the way.
-    assert plain[1].grad_norm == pytest.approx(engine[1].grad_norm, rel=1e-3) and plain[1].loss == engine[1].loss
+    assert plain[1].grad_norm == pytest.approx(by_engine[1].grad_norm, rel=1e-3)
+    assert plain[1].loss == by_engine[1].loss
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -73,18 +72,13 @@ def test_nan_gradient_stops_and_names_the_parameter(rank, world, stage, precisio
     engine = start(make_model(), stage=stage, precision=precision, bucket=800)
     one_step(engine, rank, world)
     before = engine.params_sha256()
-    ids, labels = my_micro_batches(1, rank, world, 2, 1)[0]
-    loss = engine(ids, labels)
     if rank == 0:
         # One parameter only: its gradient becomes NaN on its way into .grad.
         engine.module.blocks[1][1].weight.register_hook(lambda grad: grad * math.nan)
-        loss = engine(ids, labels)
-    engine.backward(loss)
-    with pytest.raises(deepzero.NonFiniteError) as error:
+    engine.backward(engine(*my_micro_batches(1, rank, world, 2, 1)[0]))
+    with pytest.raises(deepzero.NonFiniteError, match=r"^step 2: the gradient of blocks\.1\.1\.weight is not finite"):
         engine.step()
-    message, untouched = str(error.value), engine.params_sha256() == before
-    assert message.startswith("step 2: the gradient of blocks.1.1.weight is not finite")
-    assert untouched
+    assert engine.params_sha256() == before
 
 
 class Odd(nn.Module):
@@ -132,6 +126,55 @@ def test_frozen_unused_scalar_tied_and_used_on_one_rank(rank, world):
     assert len(hashes) == 1
 
 
+class Several(TinyModel):
+    """Loss and logits, as Hugging Face models return them."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        logits = self.head(self.norm(x)).float()
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+@on_ranks()
+def test_several_outputs_are_scaled_once(rank, world):
+    norms = []
+    for by_engine, precision in ((True, "fp32"), (True, "fp16"), (False, "fp16")):
+        torch.manual_seed(0)
+        engine = start(Several(), stage=2, precision=precision, fp16={"loss_scale": 8}, optimizer=SGD)
+        out = engine(*my_micro_batches(0, rank, world, 2, 1)[0])
+        loss = out["loss"] + 0.1 * out["logits"].pow(2).mean()
+        engine.backward(loss) if by_engine else loss.backward()
+        engine.step()
+        norms.append(engine.last_step.grad_norm)
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-2)
+
+
+@on_ranks()
+def test_native_fp16_with_accumulation(rank, world):
+    changes = {"precision": "fp16", "fp16": {"loss_scale": 8}, "gradient_accumulation_steps": 2, "optimizer": SGD}
+    norms = [
+        one_step(start(make_model(), stage=stage, reduce=reduce, bucket=800, **changes), rank, world).grad_norm
+        for stage in (0, 1, 2)
+        for reduce in ("exact", "native")
+    ]
+    assert norms == pytest.approx([norms[0]] * 6, rel=1e-2)
+
+
+@on_ranks()
+def test_sparse_gradients(rank, world):
+    found = set()
+    for stage in (0, 1, 2):
+        torch.manual_seed(0)
+        engine = start(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1)), stage=stage, optimizer=SGD)
+        engine.backward(engine(make_batch(0, 2)[0] % 10).mean())
+        engine.step()
+        found.add(engine.params_sha256())
+    assert len(found) == 1
+    check_alike(found)
+
+
 class Chosen(nn.Module):
     """Six weights, of which the caller names those that are used."""
 
@@ -155,25 +198,23 @@ def test_unused_parameters_are_named_in_one_line(rank, world, stage):
     assert [m.split(": ")[1] for m in messages if "no gradient" in m] == [said, []][rank]
 
 
-def groups_and_accumulated_dtypes(rank, world, stage):
-    model = make_model()
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}]
-    engine, optimizer, _, _ = deepzero.initialize(
-        model=model, optimizer=torch.optim.AdamW(groups, lr=0.01, fused=True), config=config(stage=stage, bucket=900)
-    )
-    for step in range(4):
-        one_step(engine, rank, world, step)
-    assert [g["lr"] for g in optimizer.param_groups] == [0.01, 0.02] == engine.get_lr()
-    assert all(p.dim() == 1 for g in optimizer.param_groups for p in g["params"])
-    return engine.params_sha256(), engine.last_step.grad_norm
-
-
-def test_parameter_groups(ranks):
-    for world in (1, 2, 3):
-        results = [ranks.run(groups_and_accumulated_dtypes, stage, world_size=world) for stage in (0, 1, 2)]
-        assert all(r == results[0][0] for result in results for r in result)
+@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks(None)
+def test_parameter_groups(rank, world):
+    results = set()
+    for stage in (0, 1, 2):
+        model = make_model()
+        decay, rest = ([p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
+        groups = [{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}]
+        adamw = torch.optim.AdamW(groups, lr=0.01, fused=True)
+        settings = config(stage=stage, bucket=900)
+        engine, optimizer, *_ = deepzero.initialize(model=model, optimizer=adamw, config=settings)
+        go(engine, rank, world, 0, 4)
+        assert [g["lr"] for g in optimizer.param_groups] == [0.01, 0.02] == engine.get_lr()
+        assert all(p.dim() == 1 for g in optimizer.param_groups for p in g["params"])
+        results.add((engine.params_sha256(), engine.last_step.grad_norm))
+    assert len(results) == 1
+    check_alike(results)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -207,25 +248,22 @@ class Checkpointed(TinyModel):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def checkpointed(rank, world, stage, reentrant, plain):
-    torch.manual_seed(0)
-    engine = start(Checkpointed(reentrant), stage=stage, bucket=800, optimizer=SGD)
-    for step in range(2):
-        ids, labels = my_micro_batches(step, rank, world, 2, 1)[0]
-        loss = engine(ids, labels)
-        loss.backward() if plain else engine.backward(loss)
-        engine.step()
-    return [p.detach().clone() for p in engine.module.parameters()], engine.last_step.grad_norm
-
-
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_activation_checkpointing(ranks, stage, plain):
-    expected, norm = ranks.run(checkpointed, stage, None, plain, world_size=2)[0]
-    for reentrant in (False, True):
-        for parameters, ours in ranks.run(checkpointed, stage, reentrant, plain, world_size=2):
-            assert ours == pytest.approx(norm, rel=1e-6)
-            assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(parameters, expected, strict=True))
+@on_ranks()
+def test_activation_checkpointing(rank, world, stage, plain):
+    engines = []
+    for reentrant in (None, False, True):
+        torch.manual_seed(0)
+        engines.append(start(Checkpointed(reentrant), stage=stage, bucket=800, optimizer=SGD))
+        for step in range(2):
+            loss = engines[-1](*my_micro_batches(step, rank, world, 2, 1)[0])
+            loss.backward() if plain else engines[-1].backward(loss)
+            engines[-1].step()
+    for engine in engines[1:]:
+        assert engine.last_step.grad_norm == pytest.approx(engines[0].last_step.grad_norm, rel=1e-6)
+        both = zip(engine.module.parameters(), engines[0].module.parameters(), strict=True)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in both)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -11,12 +11,16 @@ import torch
 from torch import nn
 
 import deepzero
+from deepzero.comm import process_group
 from deepzero.runtime.consistency import RankMismatchError
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import (
     SGD,
+    WHOLE,
     TinyModel,
+    check_alike,
     config,
+    go,
     log_lines,
     make_batch,
     make_model,
@@ -153,34 +157,31 @@ MOVES = {
 }
 
 
-def moved(rank, world, stage, zero):
+@on_ranks()
+def test_to_half_and_their_like_are_refused_in_all_stages(rank, world):
     """Whatever would move or cast a parameter is refused where it is called; what would not goes on."""
-    model = make_model()
-    model.register_buffer("plain", torch.ones(3, dtype=torch.float64))
-    engine = start(model, stage=stage, precision="bf16", zero=zero)
-    before, messages = engine.params_sha256(), set()
-    for name, move in MOVES.items():
-        for part in (engine, model, model.blocks[1]):
-            with pytest.raises(RuntimeError, match=r"belongs to an engine: model.to\(\), .half\(\)") as error:
-                move(part)
-            messages.add((name, str(error.value)))
-    # Where parameters are already; the buffer follows, the parameters stay.
-    assert model.to("cpu") is model and engine.bfloat16() is engine and model.plain.dtype == torch.bfloat16
-    assert engine.params_sha256() == before
-    for module in (engine, nn.Linear(2, 2).half()):
-        module.to("cpu")
-    one_step(engine, rank, world)
-    engine.destroy()
-    assert model.float().norm.weight.dtype == torch.float32
-    return messages
-
-
-def test_to_half_and_their_like_are_refused_in_all_stages(ranks):
-    found = [
-        ranks.run(moved, stage, zero, world_size=2)
-        for stage, zero in [(0, {}), (2, {}), (3, {}), (3, {"stage3_param_persistence_threshold": 0})]
-    ]
-    assert all(messages == found[0][0] and len(messages) == 15 for results in found for messages in results)
+    found = []
+    for stage, zero in [(0, {}), (2, {}), (3, {}), (3, WHOLE)]:
+        model = make_model()
+        model.register_buffer("plain", torch.ones(3, dtype=torch.float64))
+        engine = start(model, stage=stage, precision="bf16", zero=zero)
+        before, messages = engine.params_sha256(), set()
+        for name, move in MOVES.items():
+            for part in (engine, model, model.blocks[1]):
+                with pytest.raises(RuntimeError, match=r"belongs to an engine: model.to\(\), .half\(\)") as error:
+                    move(part)
+                messages.add((name, str(error.value)))
+        # Where parameters are already; the buffer follows, the parameters stay.
+        assert model.to("cpu") is model and engine.bfloat16() is engine and model.plain.dtype == torch.bfloat16
+        assert engine.params_sha256() == before
+        for module in (engine, nn.Linear(2, 2).half()):
+            module.to("cpu")
+        one_step(engine, rank, world)
+        engine.destroy()
+        assert model.float().norm.weight.dtype == torch.float32
+        found.append(messages)
+    assert all(messages == found[0] and len(messages) == 15 for messages in found)
+    check_alike(found[0])
 
 
 @on_ranks()
@@ -199,36 +200,94 @@ def test_a_checkpoint_without_a_folder(rank, world):
 def test_steps_per_print(rank, world):
     engine = start(make_model(), stage=1, steps_per_print=2)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        for step in range(4):
-            one_step(engine, rank, world, step)
+        go(engine, rank, world, 0, 4)
     assert [line.split(",")[0] for line in out.getvalue().splitlines()] == [["step=2", "step=4"], []][rank]
 
 
-@pytest.mark.parametrize(("what", "words"), [
-    ("config", "gradient_clipping: 1.0 on rank 0, 2.0 on rank 1"), ("shape", "(38, 24)"), ("frozen", "trained=False"),
-])  # fmt: skip
+def with_another_model(rank):
+    return {"model": TinyModel(hidden=38 if rank == 1 else 37)}
+
+
+def with_a_frozen_weight(rank):
+    model = make_model()
+    model.norm.bias.requires_grad_(rank != 1)
+    return {"model": model}
+
+
+def with_another_buffer(rank):
+    model = make_model()
+    model.register_buffer("extra", torch.zeros(4 + rank))
+    return {"model": model}
+
+
+def with_other_groups(rank):
+    model = make_model()
+    return {"model": model, "optimizer": torch.optim.SGD(list(model.parameters())[rank:], lr=0.1)}
+
+
+DIFFERENT = {
+    "config": (lambda rank: {"config": config(stage=1, gradient_clipping=1.0 + rank)},
+               "gradient_clipping: 1.0 on rank 0, 2.0 on rank 1"),
+    "shape": (with_another_model, "(38, 24)"),
+    "frozen": (with_a_frozen_weight, "trained=False"),
+    "optimizer": (lambda rank: {"optimizer": lambda p: (torch.optim.AdamW if rank else torch.optim.SGD)(p, lr=0.1)},
+                  "optimizer class: SGD on rank 0, AdamW on rank 1"),
+    "lr": (lambda rank: {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1 * (rank + 1))},
+           "optimizer group 0 lr: 0.1 on rank 0, 0.2 on rank 1"),
+    "groups": (with_other_groups, "optimizer group 0 params"),
+    "buffer": (with_another_buffer, "buffer 0: extra (4,) torch.float32 on rank 0, extra (5,)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
 @on_ranks(3)
-def test_ranks_that_differ_all_raise(rank, world, what, words):
-    changes, model = {"stage": 1}, make_model()
-    if what == "config":
-        changes["gradient_clipping"] = 1.0 + rank
-    elif what == "shape" and rank == 1:
-        model = TinyModel(hidden=38)
-    elif what == "frozen" and rank == 1:
-        model.norm.bias.requires_grad_(False)
+def test_ranks_that_differ_all_raise(rank, world, what):
+    given, words = DIFFERENT[what]
     with pytest.raises(RankMismatchError) as error:
-        start(model, **changes)
+        deepzero.initialize(**{"model": make_model(), "config": config(stage=1), **given(rank)})
     assert words in str(error.value)
 
 
-def different_values(rank, world):
+@on_ranks()
+def test_one_rank_cannot_start(rank, world):
+    with pytest.raises(deepzero.ConfigError if rank else RankMismatchError) as error:
+        start(make_model(), stage=1, train_batch_size=4 + rank)
+    assert str(error.value).startswith(("" if rank else "could not start: rank 1: ") + "train_batch_size=5")
+
+
+@on_ranks(3)
+def test_rank_0s_values_win(rank, world):
     torch.manual_seed(rank)
-    engine = start(TinyModel(), stage=2)
-    return engine.params_sha256()
+    check_alike(start(TinyModel(), stage=2).params_sha256())
 
 
-def test_rank_0s_values_win(ranks):
-    assert len(set(ranks.run(different_values, world_size=3))) == 1
+class SharedMemory(nn.Module):
+    """Two parameter objects in one storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(4))
+        self.b = nn.Parameter(self.a.data)
+
+
+@on_ranks()
+def test_models_and_optimizers_that_cannot_be_partitioned(rank, world):
+    for model, words in (
+        (SharedMemory(), "share memory"),
+        (nn.Linear(2, 2, dtype=torch.float64), "float64"),
+        (nn.Linear(2, 2, dtype=torch.complex64), "complex64"),
+    ):
+        with pytest.raises(deepzero.ConfigError, match=words):
+            start(model, stage=1, optimizer=SGD)
+    # A refusal leaves the model free: the corrected call works.
+    model = make_model()
+    with pytest.raises(deepzero.ConfigError):
+        start(model, stage=1, scheduler={"type": "warmup_cosine", "params": {"warmup_steps": 1}})
+    engine = start(model, stage=1)
+    engine.optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
+    engine.backward(engine(*my_micro_batches(0, rank, world, 2, 1)[0]))
+    with pytest.raises(RuntimeError, match="add_param_group"):
+        engine.step()
 
 
 @on_ranks()
@@ -261,7 +320,8 @@ class Numbers(torch.utils.data.Dataset):
         return torch.full((4,), float(i)), i
 
 
-def front_door(rank, world):
+@on_ranks()
+def test_front_door(rank, world):
     model = nn.Linear(4, 1)
     settings = config(stage=2, precision="bf16", scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}})
     del settings["optimizer"]
@@ -277,9 +337,5 @@ def front_door(rank, world):
         assert engine.was_step_applied()
     assert engine.global_steps == len(loader) and engine.global_samples == 12
     assert model.weight.dtype == torch.bfloat16 and engine.get_lr()[0] > 0
-    return sorted(seen)
-
-
-def test_front_door(ranks):
-    parts = ranks.run(front_door, world_size=2)
-    assert sorted(parts[0] + parts[1]) == list(range(12))
+    everyone = process_group.all_gather_object(seen)
+    assert sorted(index for mine in everyone for index in mine) == list(range(12))

@@ -11,7 +11,19 @@ from deepzero import zero
 from deepzero.utils import safe_get_full_grad
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_stage3_models import Moe, batch
-from tests.distributed.training import SGD, WHOLE, config, make_batch, make_model, my_micro_batches, one_step, start
+from tests.distributed.training import (
+    SGD,
+    WHOLE,
+    built,
+    check_alike,
+    config,
+    go,
+    make_batch,
+    make_model,
+    my_micro_batches,
+    one_step,
+    start,
+)
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
 
@@ -248,14 +260,13 @@ def test_gradients_that_overflow_at_the_smallest_scale_raise(rank, world):
     engine = start(make_model(), stage=2, precision="fp16", fp16=settings)
     engine.module.norm.weight.register_hook(lambda grad: grad * math.inf)
     with pytest.raises(RuntimeError, match="although the loss scale is at its minimum, 1, after 3 optimizer steps"):
-        for step in range(9):
-            one_step(engine, rank, world, step)
+        go(engine, rank, world, 0, 9)
     assert engine.skipped_steps == 2
 
 
 @on_ranks(1)
 def test_what_cannot_be_scaled_or_left_unsynchronized(rank, world):
-    engine, *_ = deepzero.initialize(model=make_model(), config=config(stage=3))
+    engine = built(config(stage=3))
     x = torch.ones(3, requires_grad=True)
     with pytest.raises(ValueError, match=r"engine.scale needs a scalar loss that requires grad, got shape \(3,\)"):
         engine.scale(x * 2)
@@ -277,21 +288,19 @@ class OneGradient(nn.Module):
         return ((self.a.view(-1) + self.b.view(-1)) * x + self.c * x).sum()
 
 
-def one_gradient(rank, world, stage):
-    engine = start(OneGradient(), stage=stage, gradient_accumulation_steps=3, zero=WHOLE if stage == 3 else {})
-    xs = [torch.arange(32.0) + k + rank for k in range(3)]
-    places = set()
-    for x in xs:
-        engine.backward(engine(x))
-        if stage < 2 and engine.stage.gradients.unreduced._grads:
-            places.add(engine.stage.gradients.unreduced._grads[engine.module.c].data_ptr())
-        engine.step()
-    assert stage >= 2 or len(places) == 1  # what nobody shares is added to in place
+@on_ranks()
+def test_a_gradient_that_parameters_share_is_added_up_once(rank, world):
+    norms = set()
+    for stage in range(4):
+        engine = start(OneGradient(), stage=stage, gradient_accumulation_steps=3, zero=WHOLE if stage == 3 else {})
+        places = set()
+        for k in range(3):
+            engine.backward(engine(torch.arange(32.0) + k + rank))
+            if stage < 2 and engine.stage.gradients.unreduced._grads:
+                places.add(engine.stage.gradients.unreduced._grads[engine.module.c].data_ptr())
+            engine.step()
+        assert stage >= 2 or len(places) == 1  # what nobody shares is added to in place
+        norms.add(engine.last_step.grad_norm)
     mean = sum(torch.arange(32.0) + k + r for k in range(3) for r in range(world)) / 3 / world
-    assert engine.last_step.grad_norm == pytest.approx(3**0.5 * float(mean.norm()), rel=1e-6)
-    return engine.last_step.grad_norm
-
-
-def test_a_gradient_that_parameters_share_is_added_up_once(ranks):
-    norms = {norm for stage in range(4) for norm in ranks.run(one_gradient, stage, world_size=2)}
-    assert len(norms) == 1
+    assert [*norms] == [pytest.approx(3**0.5 * float(mean.norm()), rel=1e-6)]
+    check_alike(norms)

@@ -21,7 +21,7 @@ from deepzero.checkpoint.export import export
 from deepzero.checkpoint.reader import read_header
 from tests.distributed.checkpoints import said
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import TinyModel, config, make_model, one_step, start
+from tests.distributed.training import TinyModel, config, go, make_model, one_step, start
 from tools.export import main
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -84,8 +84,7 @@ def state_and_masters(engine):
 def saved(rank, world, folder, stage, precision, kind=buffered):
     """Two steps, a checkpoint, ``save_16bit_model``."""
     engine = start(kind(), stage=stage, precision=precision, bucket=800)
-    for step in range(2):
-        one_step(engine, rank, world, step)
+    go(engine, rank, world, 0, 2)
     engine.save_checkpoint(folder / "checkpoints")
     assert engine.save_16bit_model(folder / "16bit") is True
     assert engine.save_fp16_model(folder / "parts", "pytorch.safetensors", max_shard_size="4KB")

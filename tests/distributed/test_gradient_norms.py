@@ -5,9 +5,8 @@ from collections import defaultdict
 
 import pytest
 
-import deepzero
 from deepzero.runtime.grad_norm import layer_of
-from tests.distributed.training import config, make_batch, make_model, one_step
+from tests.distributed.training import built, config, make_batch, make_model, one_step
 
 ACCUMULATION, MICRO = 2, 2
 
@@ -18,7 +17,7 @@ def layer_norms(rank, world, changes):
         **{"bucket": 700, "gradient_clipping": 0.01, "train_micro_batch_size_per_gpu": MICRO,
            "gradient_accumulation_steps": ACCUMULATION, **changes},
     )  # fmt: skip
-    engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+    engine = built(settings)
     before = engine.gradient_norms()
     one_step(engine, rank, world, 0)
     found, whole = engine.gradient_norms(), engine.last_step.grad_norm

@@ -10,7 +10,7 @@ import pytest
 
 import deepzero
 from deepzero.comm import profiler_ranges
-from tests.distributed.training import config, make_model, my_micro_batches
+from tests.distributed.training import built, config, my_micro_batches
 
 PACKAGE = os.path.dirname(deepzero.__file__) + os.sep
 
@@ -69,7 +69,7 @@ def check(chain, most):
 
 
 def reductions(rank, world, settings, watched):
-    engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+    engine = built(settings)
     ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
     loss = engine(ids, labels)
     with observers(engine, watched), chains({"isend"}, {"_engine_run_backward"}) as found:
@@ -93,7 +93,7 @@ def test_from_a_gradient_to_its_bucket(ranks, watched, offload):
 
 def fetches(rank, world, zero, watched):
     settings = config(stage=3, bucket=800, zero={"stage3_param_persistence_threshold": 0, **zero})
-    engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+    engine = built(settings)
     ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
     with observers(engine, watched), chains({"isend"}, {"_call_impl"}) as found:
         engine(ids, labels)

@@ -24,7 +24,7 @@ from deepzero.utils import (
 )
 from tests.distributed.null_gpu import CPU, GPU, MixedSides, Race, null_gpu
 from tests.distributed.test_offload import settings
-from tests.distributed.training import KINDS, my_micro_batches
+from tests.distributed.training import KINDS, built, my_micro_batches
 
 HOST = {"cpu_checkpointing": True, "cpu_checkpointing_min_bytes": 1}
 
@@ -250,8 +250,7 @@ def _recorded(machine):
 def test_a_load_waits_for_the_last_copies():
     """Masters are what is sent, in fp32: the device waits for their copies, the program does not."""
     with null_gpu(mirrors=2):
-        torch.manual_seed(0)
-        engine, *_ = deepzero.initialize(model=KINDS["plain"](), config=settings(2, 1.0))
+        engine = built(settings(2, 1.0), KINDS["plain"])
         ids, labels = (t.to(GPU) for t in my_micro_batches(0, 0, 2, 2, 1)[0])
         engine.backward(engine(ids, labels))
         engine.step()

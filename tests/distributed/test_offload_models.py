@@ -5,8 +5,9 @@ import torch
 
 import deepzero
 from deepzero.comm.reduce_scatter import BucketReducer
-from tests.distributed.test_offload import go, settings
-from tests.distributed.training import make_model, my_micro_batches
+from tests.distributed.pool import on_ranks
+from tests.distributed.test_offload import settings
+from tests.distributed.training import built, check_alike, check_same_bits, go, make_model, my_micro_batches
 
 
 def adapted(rank, world, case, init):
@@ -16,7 +17,7 @@ def adapted(rank, world, case, init):
         model = make_model()
     for param in model.parameters():
         param.requires_grad = param.dim() == 1
-    engine, *_ = deepzero.initialize(model=model, config=case)
+    engine = built(case, model)
     losses = go(engine, rank, world, 0, 4)
     memory = engine.report()["memory"]
     sha = engine.params_sha256()
@@ -37,16 +38,6 @@ def test_frozen_weights_in_host_memory(ranks, world):
             assert found[2]["masters"]["measured"] == 0
 
 
-def alone(rank, world, cases):
-    found = []
-    for case in cases:
-        engine, *_ = deepzero.initialize(model=make_model(), config=case)
-        losses = go(engine, rank, world, 0, 5)
-        found.append((losses, engine.params_sha256()))
-        engine.destroy()
-    return found
-
-
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 2))])
 def test_one_rank(ranks, stage):
     """Nothing is gathered that copies could hide behind."""
@@ -54,8 +45,7 @@ def test_one_rank(ranks, stage):
     cases = [settings(stage, **more)] + [settings(stage, 1.0, chaos=seed, **more) for seed in (None, 1, 2, 3)]
     if stage == 3:
         cases += [settings(3, 1.0, param=True, chaos=seed, **more) for seed in (None, 4, 5)]
-    found = ranks.run(alone, cases, world_size=1)[0]
-    assert all(entry == found[0] for entry in found)
+    check_same_bits(ranks, cases, 5, 1)
 
 
 class Late(torch.optim.Optimizer):
@@ -75,25 +65,24 @@ class Late(torch.optim.Optimizer):
                 param.sub_(state["seen"], alpha=group["lr"])
 
 
-def with_late_state(rank, world, ratio):
-    model = make_model()
-    case = settings(2, ratio, precision="bf16")
-    del case["optimizer"]
-    engine, *_ = deepzero.initialize(model=model, optimizer=Late(model.parameters()), config=case)
-    go(engine, rank, world, 0, 3)
-    return engine.params_sha256(), engine.report()["memory"]
-
-
-def test_state_that_is_made_late(ranks):
+@on_ranks()
+def test_state_that_is_made_late(rank, world):
     """It lies outside of the arena, which has no room for it, and is counted where it is: on the host."""
-    plain, offloaded = (ranks.run(with_late_state, ratio, world_size=2)[0] for ratio in (None, 1.0))
-    assert plain[0] == offloaded[0]
-    assert offloaded[1]["moments"]["measured"] == 0
-    assert offloaded[1]["host_moments"]["measured"] == pytest.approx(plain[1]["moments"]["measured"], rel=0.01)
+    found = []
+    for ratio in (None, 1.0):
+        model, case = make_model(), settings(2, ratio, precision="bf16")
+        del case["optimizer"]
+        engine = built(case, model, optimizer=Late(model.parameters()))
+        go(engine, rank, world, 0, 3)
+        found.append((engine.params_sha256(), engine.report()["memory"]))
+    (plain, held), (offloaded, memory) = found
+    assert plain == offloaded and memory["moments"]["measured"] == 0
+    assert memory["host_moments"]["measured"] == pytest.approx(held["moments"]["measured"], rel=0.01)
 
 
-def broken_reduction(rank, world):
-    engine, *_ = deepzero.initialize(model=make_model(), config=settings(2, 1.0, precision="bf16"))
+@on_ranks()
+def test_a_reduction_that_fails_can_be_repeated(rank, world):
+    engine = built(settings(2, 1.0, precision="bf16"))
     go(engine, rank, world, 0, 1)
     ids, labels = my_micro_batches(1, rank, world, engine.batch.micro_batch, 1)[0]
     acquire = BucketReducer.acquire
@@ -109,24 +98,16 @@ def broken_reduction(rank, world):
             engine.backward(engine(ids, labels))
     engine.discard_gradients()
     go(engine, rank, world, 1, 3)
-    return engine.params_sha256()
+    check_alike(engine.params_sha256())
 
 
-def test_a_reduction_that_fails_can_be_repeated(ranks):
-    assert len(set(ranks.run(broken_reduction, world_size=2))) == 1
-
-
-def rebuilt(rank, world):
+@on_ranks()
+def test_destroyed_and_built_again(rank, world):
     model = make_model()
     for _ in range(3):
-        engine, *_ = deepzero.initialize(model=model, config=settings(2, 1.0, precision="bf16", chaos=1))
+        engine = built(settings(2, 1.0, precision="bf16", chaos=1), model)
         go(engine, rank, world, 0, 2)
         arena = engine.zero.offload.arena
         engine.destroy()
         assert not arena.pinned and arena.tensors("host_masters") == []
-    return [p.detach().float().sum().item() for p in model.parameters()]
-
-
-def test_destroyed_and_built_again(ranks):
-    found = ranks.run(rebuilt, world_size=2)
-    assert found[0] == found[1]
+    check_alike([p.detach().float().sum().item() for p in model.parameters()])

@@ -13,7 +13,7 @@ from deepzero.offload import offload_states
 from deepzero.offload.offload_states import HOST_STATES, STATES, STATES_TO_DEVICE, STATES_TO_HOST, StatesOffloadedError
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import config, make_batch, make_model, my_micro_batches, one_step
+from tests.distributed.training import built, config, make_batch, make_model, my_micro_batches, one_step
 
 EXHAUSTIVE = pytest.mark.exhaustive
 ALL = [
@@ -38,7 +38,7 @@ def start(stage, precision="fp32", offload=False, **changes):
         zero["offload_param"] = {"device": "cpu", "max_in_cpu": 1500}
     changes.pop("persistent", None)
     settings = config(stage=stage, precision=precision, bucket=1500, overlap=True, zero=zero, **changes)
-    engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+    engine = built(settings)
     return engine
 
 

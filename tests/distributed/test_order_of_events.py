@@ -2,14 +2,13 @@
 
 import pytest
 
-import deepzero
-from tests.distributed.training import config, make_model, one_step
+from tests.distributed.training import built, config, one_step
 
 REDUCE, GATHER, AGREE = "gradients.reduce_scatter", "parameters.all_gather", "agreement.all_reduce"
 
 
 def events(rank, world, settings):
-    engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+    engine = built(settings)
     engine.ledger.trace = True
     one_step(engine, rank, world, 0)
     return [(e.what, e.kind, e.where) for e in engine.ledger.events], len(engine.zero.groups[0].layout.buckets)

@@ -7,7 +7,7 @@ import torch
 
 import deepzero
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import config, make_batch, make_model, one_step
+from tests.distributed.training import built, config, make_batch, make_model, one_step
 
 OPTIMIZERS = {
     "AdamW": dict(lr=1e-2, weight_decay=0.1),
@@ -103,7 +103,7 @@ def before_over_gradient(param):
 def losses_and_parameters(rank, world, stage, optimizer, steps):
     settings = config(stage=stage, bucket=700, gradient_clipping=0, train_micro_batch_size_per_gpu=8 // world)
     settings["optimizer"] = optimizer
-    engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+    engine = built(settings)
     losses = []
     for step in range(steps):
         ids, labels = make_batch(step, 8)

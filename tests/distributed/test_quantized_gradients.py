@@ -8,7 +8,18 @@ from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
 from deepzero.comm.reduce_scatter import REDUCE_SCATTER
 from deepzero.runtime.engine import NonFiniteError
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import as_predicted, config, make_batch, make_model, one_step, start, train
+from tests.distributed.training import (
+    as_predicted,
+    check_alike,
+    check_same_bits,
+    config,
+    go,
+    make_batch,
+    make_model,
+    one_step,
+    start,
+    train_each,
+)
 
 SMALL = {"stage3_param_persistence_threshold": 48}
 """Norms and biases of the tiny model."""
@@ -30,18 +41,6 @@ def made(settings, seed=0):
     return deepzero.initialize(model=make_model(seed), config=settings)[0]
 
 
-def many(rank, world, settings_list, steps):
-    out = []
-    for settings in settings_list:
-        result = train(rank, world, settings, steps)
-        out.append((result["losses"], result["norms"], result["sha256"]))
-    return out
-
-
-def reports(rank, world, settings_list):
-    return [train(rank, world, settings, 2)["report"] for settings in settings_list]
-
-
 @pytest.mark.slow
 def test_same_bits_with_overlap_chaos_and_offload(ranks):
     offload = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
@@ -51,7 +50,7 @@ def test_same_bits_with_overlap_chaos_and_offload(ranks):
             settings_of(stage, feedback=True),
             settings_of(stage, feedback=True, overlap=True, chaos=stage, zero=offload if stage == 2 else {}),
         ]
-    (exact, _, _), *found = ranks.run(many, variants, 10, world_size=4)[0]
+    (exact, _, _), *found = [bits for bits, _ in ranks.run(train_each, variants, 10, world_size=4)[0]]
     for stage, calm, busy in zip((1, 2, 3), found[::2], found[1::2], strict=True):
         assert calm == busy, f"stage {stage}"
         # Four bits: a little noise, and the same way down.
@@ -62,7 +61,7 @@ def test_same_bits_with_overlap_chaos_and_offload(ranks):
 @pytest.mark.parametrize(("world", "per_node"), [(4, 1), (4, 2), (4, 4)])
 def test_counted_bytes(ranks, world, per_node):
     cases = [settings_of(stage, per_node, feedback=stage == 2, overlap=stage == 2) for stage in (1, 2, 3)]
-    for stage, report in zip((1, 2, 3), ranks.run(reports, cases, world_size=world)[0], strict=True):
+    for stage, (_, report) in zip((1, 2, 3), ranks.run(train_each, cases, 2, world_size=world)[0], strict=True):
         communication = report["communication"]
         as_predicted(communication)
         sent = {kind: counts["measured"]["elements"] for kind, counts in communication.items()}
@@ -75,19 +74,15 @@ def test_counted_bytes(ranks, world, per_node):
         assert held["measured"] == held["predicted"] > 0
 
 
-def alone(rank, world):
-    report = train(rank, world, settings_of(2, None), 2)
-    quantized, exact = report["sha256"], train(rank, world, settings_of(2, None, quantized=False), 2)["sha256"]
-    return quantized == exact, report["report"]["communication"]
-
-
 def test_one_rank_sends_nothing_and_loses_nothing(ranks):
-    ((same, communication),) = ranks.run(alone, world_size=1)
-    assert same and communication[REDUCE_SCATTER]["measured"]["elements"] == 0
-    as_predicted(communication)
+    _, (report, _) = check_same_bits(ranks, [settings_of(2, None), settings_of(2, None, quantized=False)], 2, 1)
+    assert report["communication"][REDUCE_SCATTER]["measured"]["elements"] == 0
+    as_predicted(report["communication"])
 
 
-def overflow(rank, world, stage):
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
+@on_ranks(4)
+def test_fp16_overflow_skips_the_step(rank, world, stage):
     """The first loss scales overflow fp16: skipped on all ranks, until one does not."""
     settings = settings_of(stage, feedback=True, precision="fp16", fp16={"initial_scale_power": 20, "hysteresis": 1})
     engine = made(settings)
@@ -97,15 +92,9 @@ def overflow(rank, world, stage):
         if not skipped:
             kept = [engine.params_sha256() == before, not any(t.any() for t in engine.zero.reducer.kept())]
         skipped.append(record.skipped)
-    return skipped, kept, all(t.isfinite().all() for t in engine.zero.reducer.kept())
-
-
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
-def test_fp16_overflow_skips_the_step(ranks, stage):
-    first, *others = ranks.run(overflow, stage, world_size=4)
-    skipped, kept, finite = first
-    assert skipped[0] and not skipped[-1] and all(kept) and finite
-    assert all(other[0] == skipped for other in others)
+    assert skipped[0] and not skipped[-1] and all(kept)
+    assert all(t.isfinite().all() for t in engine.zero.reducer.kept())
+    check_alike(skipped)
 
 
 @on_ranks()
@@ -124,28 +113,21 @@ def test_what_is_kept_follows_the_loss_scale(rank, world):
         seen.append((factor, bool(before.any()), torch.equal(after, before * factor)))
 
     reducer.rescale = spy
-    for step in range(5):
-        one_step(engine, rank, world, step)
+    go(engine, rank, world, 0, 5)
     assert [factor for factor, *_ in seen].count(2.0) >= 1 and all(some and exact for _, some, exact in seen)
 
 
-def not_finite(rank, world):
+@on_ranks(4)
+def test_not_finite_on_one_rank_raises_on_all(rank, world):
     engine = made(settings_of(2))
     one_step(engine, rank, world)
     before = engine.params_sha256()
-    try:
+    with pytest.raises(NonFiniteError):
         for number in range(2):
-            ids, labels = make_batch(number, 2)
-            loss = engine(ids, labels)
+            loss = engine(*make_batch(number, 2))
             engine.backward(loss * float("inf") if rank == 1 and number == 1 else loss)
             engine.step()
-    except NonFiniteError:
-        return engine.params_sha256() == before
-    return "no error"
-
-
-def test_not_finite_on_one_rank_raises_on_all(ranks):
-    assert ranks.run(not_finite, world_size=4) == [True] * 4
+    assert engine.params_sha256() == before
 
 
 @on_ranks(4)
@@ -163,22 +145,17 @@ def test_dropped_gradients(rank, world):
     assert lost == after and all(lost) and not any(dropped_too)
 
 
-def resumed(rank, world, stage, folder):
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(4)
+def test_resume_without_feedback_gives_the_same_bits(rank, world, tmp_path, stage):
     """Saved after two steps; two more, without stopping and from the checkpoint."""
     first, second = (made(settings_of(stage), seed) for seed in (0, 1))
-    for step in range(2):
-        one_step(first, rank, world, step)
-    first.save_checkpoint(folder)
-    second.load_checkpoint(folder)
+    go(first, rank, world, 0, 2)
+    first.save_checkpoint(tmp_path)
+    second.load_checkpoint(tmp_path)
     for engine in (first, second):
-        for step in range(2, 4):
-            one_step(engine, rank, world, step)
-    return first.params_sha256(), second.params_sha256()
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_resume_without_feedback_gives_the_same_bits(ranks, tmp_path, stage):
-    assert len({text for pair in ranks.run(resumed, stage, str(tmp_path), world_size=4) for text in pair}) == 1
+        go(engine, rank, world, 2, 4)
+    assert first.params_sha256() == second.params_sha256()
 
 
 @on_ranks(4)

@@ -91,22 +91,23 @@ UNNOTICED = {
     "optimizer_offload.HostShard.finish: self._copy.finish()": AGREED,
     "stage3.PartitionedParamGroup.wait_for_fetches: self.buckets[bucket.index].gather.source.finish()": AGREED,
     "optimizer_offload.HostParamUpload.output_fragments: self.group.wait_for_fetches(self.bucket)": AGREED,
-    "partitioned_bucket.PartitionedBucket.release: self.wait(show=False)": UNUSED,
+    "partitioned_bucket.PartitionedBucket.release: self.wait()": UNUSED,
     "offload_states.StateOffloader._come_to_rest: engine.zero.reducer.drain()": UNUSED,
     "activations.HostActivations.watching: self._ahead.popitem()[1][1].wait()": UNUSED,
     "partitioned_bucket.PartitionedBucket.write: self.gathered_by.finish()": UNUSED,
     "partitioned_bucket.PartitionedBucket.gather_again: gather.finish()": LOSSY,
     "partitioned_bucket.PartitionedBucket.write: self.owner.before_write()": KNOWN,
+    "partitioned_bucket.PartitionedBucket.write: self.gather.source.finish()": KNOWN,
     "stage_1_and_2.FlatParamGroup.write: self.before_write()": KNOWN,
     "copy_streams.HostDeviceCopier.finish_reads: copy.finish()": KNOWN,
     "optimizer_offload.Offload.finish_reads: self.wire.finish_reads()": KNOWN,
-    "stage3.PartitionedParamGroup._whole_values: bucket.wait()": REST,
     "gradient_reduction.GradientReducer.discard_gradients: self.drain()": REST,
     "optimizer_offload.HostGradients.discard: self.drain()": REST,
     "partitioned_param_coordinator.InflightParamRegistry.wait_all: self.wait(key)": ITSELF,
     "partitioned_param_coordinator.PartitionedParameterCoordinator.release_all: self.inflight.wait_all()": ITSELF,
     "partitioned_param_coordinator.PartitionedParameterCoordinator._release: self.inflight.wait(key)": ITSELF,
-    "partitioned_param_coordinator.PartitionedParameterCoordinator._end_pass: self._buffers.settle(pool)": HELD,
+    "buffer_pool.BufferPool.end_pass: self.settle(self._sizes, self._most_allowed if self._sizes else "
+    "self._most_planned)": HELD,
     "activations.HostActivations.watching: self._settle(0)": EARLIER,
     "activations.HostActivations._pack: self._settle(LEAVING)": EARLIER,
     "activations.HostActivations._fetch: self._settle(0)": EARLIER,
@@ -145,8 +146,8 @@ def mirrored_cpu(world):
 def poisoned(engine):
     """Of every buffer that nobody may read now, whether it says so."""
     pools = []
-    if engine.zero.partitioning is not None:
-        pools = engine.zero.partitioning.pools
+    if engine.zero.stage3 is not None:
+        pools = engine.zero.stage3.coordinator.pools
     reduced = [(b.send, b.recv_buffer) for b in engine.zero.reducer._all_buffers]
     free = [*(t for pair in reduced for t in pair), *(b for pool in pools for b in pool._free)]
     return [bool((t == 255).all() if t.dtype == torch.uint8 else t.isnan().all()) for t in free]

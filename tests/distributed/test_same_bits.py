@@ -4,18 +4,10 @@ import itertools
 
 import pytest
 
-from tests.distributed.training import config, train
+from tests.distributed.training import check_same_bits, config, train_each
 
 BUCKETS = (200, 1500, 1_000_000)
 FEW, STEPS = 4, 20
-
-
-def many(rank, world, settings_list, steps=STEPS, plain_backward=False):
-    return [bits(train(rank, world, settings, steps, plain_backward)) for settings in settings_list]
-
-
-def bits(result):
-    return result["losses"], result["norms"], result["sha256"]
 
 
 def variants(precision, **fixed):
@@ -37,21 +29,18 @@ KINDS = [
 
 @pytest.mark.parametrize(("world", "precision", "steps"), KINDS)
 def test_stages_buckets_overlap_chaos(ranks, world, precision, steps):
-    results = ranks.run(many, list(variants(precision)), steps, world_size=world, timeout=110)
-    reference = results[0][0]
-    losses, norms, _ = reference
+    (losses, norms, _), _ = check_same_bits(ranks, list(variants(precision)), steps, world)
     assert len(set(losses)) == steps and all(before > 0 and after <= 0.5 + 1e-9 for before, after in norms)
-    for per_rank in results:
-        for number, result in enumerate(per_rank):
-            assert result == reference, f"variant {number} differs"
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_plain_backward(ranks, world):
     """``loss.backward()`` by the user is the same as ``engine.backward(loss)``."""
     settings = [config(stage=stage, precision="bf16", bucket=1500) for stage in (0, 1, 2)]
-    by_engine = ranks.run(many, settings, 5, world_size=world)
-    by_user = ranks.run(many, settings, 5, True, world_size=world)
+    by_engine, by_user = (
+        [[bits for bits, _ in per_rank] for per_rank in ranks.run(train_each, settings, 5, plain, world_size=world)]
+        for plain in (False, True)
+    )
     assert by_engine == by_user
 
 
@@ -63,15 +52,14 @@ def test_accumulation_in_twins(ranks):
             for stage in stages
             for bucket in BUCKETS
         ]
-        results = ranks.run(many, settings, FEW, world_size=2)
-        assert all(result == results[0][0] for per_rank in results for result in per_rank)
+        check_same_bits(ranks, settings, FEW)
 
 
 def test_native_reduction_is_close(ranks):
     """The backend's own sum is another order of additions: close in fp32, not the same bits."""
     settings = [config(stage=stage, reduce=how, bucket=1500) for stage in (0, 1, 2) for how in ("exact", "native")]
     settings.append(config(stage=1, zero={"reduce_scatter": False}, bucket=1500))
-    results = ranks.run(many, settings, 5, world_size=3)[0]
+    results = [bits for bits, _ in ranks.run(train_each, settings, 5, world_size=3)[0]]
     for losses, norms, _ in results[1:]:
         assert losses == pytest.approx(results[0][0], rel=1e-5)
         assert [n for n, _ in norms] == pytest.approx([n for n, _ in results[0][1]], rel=1e-4)

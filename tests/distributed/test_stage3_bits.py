@@ -5,33 +5,17 @@ import itertools
 import pytest
 import torch
 
-import deepzero
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import (
-    KINDS,
     WHOLE,
-    TinyModel,
+    check_same_bits,
     config,
     make_model,
     my_micro_batches,
-    one_step,
     same_in_stages_2_and_3,
 )
 
 FEW, STEPS = 4, 20
-
-
-def bits(rank, world, settings, kind="plain", steps=STEPS):
-    torch.manual_seed(0)
-    with deepzero.zero.Init(enabled=kind == "init"):
-        model = KINDS.get(kind, TinyModel)()
-    engine, *_ = deepzero.initialize(model=model, config=settings)
-    done = [one_step(engine, rank, world, step) for step in range(steps)]
-    return [r.loss for r in done], [r.grad_norm for r in done], engine.params_sha256()
-
-
-def many(rank, world, cases, steps=STEPS):
-    return [bits(rank, world, settings, kind, steps) for settings, kind in cases]
 
 
 def cases_of(precision):
@@ -61,12 +45,8 @@ ALL = [
 
 @pytest.mark.parametrize(("world", "precision", "steps"), ALL)
 def test_same_bits_as_stage_2(ranks, world, precision, steps):
-    results = ranks.run(many, list(cases_of(precision)), steps, world_size=world, timeout=110)
-    reference = results[0][0]
-    assert len(set(reference[0])) == steps
-    for per_rank in results:
-        for number, result in enumerate(per_rank):
-            assert result == reference, f"variant {number} differs"
+    (losses, *_), _ = check_same_bits(ranks, list(cases_of(precision)), steps, world)
+    assert len(set(losses)) == steps
 
 
 def test_accumulation(ranks):
@@ -76,17 +56,15 @@ def test_accumulation(ranks):
         settings.append(
             config(stage=3, precision="bf16", bucket=1500, overlap=True, gradient_accumulation_steps=3, zero=zero)
         )
-    cases = [(one, kind) for one in settings for kind in ("plain", "reentrant")]
-    results = ranks.run(many, cases, FEW, world_size=2)
-    assert all(result == results[0][0] for per_rank in results for result in per_rank)
+    check_same_bits(ranks, [(one, kind) for one in settings for kind in ("plain", "reentrant")], FEW)
 
 
 def test_fp16(ranks):
     """Overflow, skipped steps and all."""
     fp16 = {"initial_scale_power": 30, "loss_scale_window": 4, "hysteresis": 1}
     settings = [config(stage=s, precision="fp16", fp16=fp16, bucket=1500, zero=WHOLE if s == 3 else {}) for s in (2, 3)]
-    results = ranks.run(many, [(one, "plain") for one in settings], 10, world_size=2)
-    assert results[0][0] == results[0][1] and float("inf") in results[0][0][1]
+    (_, norms, _), _ = check_same_bits(ranks, settings, 10)
+    assert float("inf") in [norm for norm, _ in norms]
 
 
 @on_ranks()

@@ -6,7 +6,7 @@ from torch import nn
 
 import deepzero
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import WHOLE, as_predicted, config, log_lines, one_step, start
+from tests.distributed.training import WHOLE, as_predicted, config, go, log_lines, one_step, start
 
 FORWARD, BACKWARD = "parameters.all_gather_forward", "parameters.all_gather_backward"
 REDUCE, GATHER, AGREE = "gradients.reduce_scatter", "parameters.all_gather", "agreement.all_reduce"
@@ -96,8 +96,7 @@ def report(rank, world, zero, precision, accumulation=1):
         stage=3, precision=precision, bucket=600, zero={**WHOLE, **zero}, gradient_accumulation_steps=accumulation
     )
     engine, *_ = deepzero.initialize(model=model(), config=settings)
-    for step in range(3):
-        one_step(engine, rank, world, step)
+    go(engine, rank, world, 0, 3)
     coordinator = engine.stage.coordinator
     return engine.report(), coordinator.max_live_numel
 
@@ -146,8 +145,7 @@ def test_a_limit_below_one_bucket(rank, world):
     """A module that needs more than the limit gets it, and the user a line."""
     with log_lines() as records:
         engine = start(model(), stage=3, bucket=600, zero={**WHOLE, "stage3_max_live_parameters": 100})
-        for step in range(2):
-            one_step(engine, rank, world, step)
+        go(engine, rank, world, 0, 2)
     assert ["stage3_max_live_parameters=100" in text for text in records].count(True) == (rank == 0)
 
 
@@ -159,8 +157,7 @@ def test_frozen_parameters(rank, world):
     for layer in net.layers:
         layer.weight.requires_grad_(False)
     engine = start(net, stage=3, precision="bf16", bucket=600, zero=WHOLE)
-    for step in range(2):
-        one_step(engine, rank, world, step)
+    go(engine, rank, world, 0, 2)
     entry = engine.report()
     held = entry["memory"]["parameters"]
     assert held["predicted"] == held["measured"] == PSI

@@ -209,7 +209,7 @@ def discarded_on_the_way(rank, world):
     weight = engine.module.first.weight
     bucket = weight._zero.bucket
     bucket.launch("test")
-    pending, mine = bucket.gather._pending, bucket.whole.split(bucket.bucket.shard_numel)[rank]
+    pending, mine = bucket.gather._pending, bucket.gathered.split(bucket.layout.shard_numel)[rank]
     pending.wait()
     mine.fill_(7.0)
     seen = []

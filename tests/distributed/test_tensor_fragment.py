@@ -12,7 +12,7 @@ from deepzero import utils
 from deepzero.runtime.zero import tensor_fragment
 from deepzero.zero import GatheredParameters
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import WHOLE, config, make_batch, make_model, my_micro_batches, one_step, start
+from tests.distributed.training import WHOLE, built, config, make_batch, make_model, my_micro_batches, one_step, start
 
 STAGES = (0, 1, 2, 3)
 ADAMW = dict(lr=1e-2, weight_decay=0.1, fused=True)
@@ -265,7 +265,7 @@ def test_what_is_found_is_what_the_step_uses(rank, world, reduce, precision):
         settings["optimizer"] = {"type": "SGD", "params": {"lr": 1.0}}
         if precision == "fp16":
             settings["fp16"] = {"enabled": True, "initial_scale_power": 10}
-        engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+        engine = built(settings)
         params = list(engine.module.parameters())
         before = [utils.safe_get_full_fp32_param(param) for param in params]
         backward(engine, rank, world)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepzero
+from deepzero.comm import process_group
 
 VOCAB, WIDTH, LENGTH = 40, 24, 8
 
@@ -118,10 +119,16 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def train(
-    rank: int, world: int, settings: dict[str, Any], steps: int = 20, plain_backward: bool = False
-) -> dict[str, Any]:
-    """Train ``make_model()`` and return everything that must be the same bits: losses, norms, the parameters' hash."""
-    engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+    rank: int, world: int, settings: dict[str, Any], steps: int = 20, kind: str = "plain", plain_backward: bool = False
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Train a model of ``KINDS`` (``init``: a plain one that ``zero.Init`` has cut).
+
+    Returns everything that must be the same bits, losses, norms and the parameters' hash, and the engine's report.
+    """
+    torch.manual_seed(0)
+    with deepzero.zero.Init(enabled=kind == "init"):
+        model = KINDS.get(kind, TinyModel)()
+    engine, *_ = deepzero.initialize(model=model, config=settings)
     losses, norms = [], []
     accumulation, micro = engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu()
     for step in range(steps):
@@ -134,7 +141,23 @@ def train(
             engine.step()
         losses.append(engine.last_step.loss)
         norms.append((engine.last_step.grad_norm, engine.last_step.grad_norm_clipped))
-    return {"losses": losses, "norms": norms, "sha256": engine.params_sha256(), "report": engine.report()}
+    return (losses, norms, engine.params_sha256()), engine.report()
+
+
+def train_each(rank: int, world: int, cases: list[Any], steps: int = 20, plain_backward: bool = False) -> list[Any]:
+    """:func:`train` for each case: its settings, or its settings and its model's kind."""
+    each = [case if isinstance(case, tuple) else (case, "plain") for case in cases]
+    return [train(rank, world, settings, steps, kind, plain_backward) for settings, kind in each]
+
+
+def check_same_bits(ranks: Any, cases: list[Any], steps: int = 20, world_size: int = 2) -> tuple[Any, list[Any]]:
+    """Train each case on every rank: all give the first one's bits. Returns these, and rank 0's reports."""
+    results = ranks.run(train_each, cases, steps, world_size=world_size, timeout=110)
+    reference = results[0][0][0]
+    for per_rank in results:
+        for number, (bits, _) in enumerate(per_rank):
+            assert bits == reference, f"case {number} differs"
+    return reference, [report for _, report in results[0]]
 
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -146,12 +169,24 @@ def start(model: nn.Module, **changes: Any) -> deepzero.Engine:
     return engine
 
 
+def built(settings: dict[str, Any], model: Any = make_model, **given: Any) -> deepzero.Engine:
+    """An engine over ``model``, or over what ``model()`` makes of seed 0."""
+    torch.manual_seed(0)
+    made = model if isinstance(model, nn.Module) else model()
+    return deepzero.initialize(model=made, config=settings, **given)[0]
+
+
 def one_step(engine: deepzero.Engine, rank: int, world: int, step: int = 0) -> Any:
     """One optimizer step on the data of ``step``; its record."""
     for ids, labels in my_micro_batches(step, rank, world, engine.batch.micro_batch, engine.batch.accumulation):
         engine.backward(engine(ids, labels))
         engine.step()
     return engine.last_step
+
+
+def go(engine: deepzero.Engine, rank: int, world: int, first: int, last: int) -> list[float]:
+    """The steps on the data of ``first`` to ``last`` - 1; their losses."""
+    return [one_step(engine, rank, world, step).loss for step in range(first, last)]
 
 
 def same_in_stages_2_and_3(make: Any, step: Any, steps: int = 3, **changes: Any) -> None:
@@ -167,6 +202,12 @@ def same_in_stages_2_and_3(make: Any, step: Any, steps: int = 3, **changes: Any)
         assert stage == 2 or engine.stage.coordinator.training.dropped == 0
         engine.destroy()
     assert outcomes[0] == outcomes[1]
+
+
+def check_alike(value: Any) -> None:
+    """All ranks have this value."""
+    everyone = process_group.all_gather_object(value)
+    assert everyone == [value] * len(everyone)
 
 
 def as_predicted(communication: dict[str, Any]) -> None:

@@ -61,13 +61,14 @@ class Command:
         self.started = time.monotonic()
 
     def wait(self, timeout: float = TIMEOUT_SECONDS) -> Done:
-        """Wait for the end; on time-out everything is killed and the test fails with what was printed."""
+        """Wait for the end, which leaves no process; on time-out everything is killed, and what was printed is told."""
         try:
             out, err = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             self.kill()
             out, err = self.process.communicate()
             raise TimeoutError(f"no end after {timeout} s\n--- stdout\n{out}\n--- stderr\n{err}") from None
+        assert self.processes() == {}, "processes were left over"
         return Done(self.process.returncode, out, err, time.monotonic() - self.started)
 
     def processes(self) -> dict[int, str]:
@@ -122,11 +123,9 @@ def started(arguments: list[str], cwd: Path, stdout: int = subprocess.PIPE, **en
 
 
 def finished(arguments: list[str], cwd: Path, timeout: float = TIMEOUT_SECONDS, **environment: str) -> Done:
-    """A command, waited for; it has left no process."""
+    """A command, waited for."""
     with started(arguments, cwd, **environment) as command:
-        done = command.wait(timeout)
-        assert command.processes() == {}
-    return done
+        return command.wait(timeout)
 
 
 def train(*overrides: str, cwd: Path, timeout: float = TIMEOUT_SECONDS, **environment: str) -> Done:

@@ -86,7 +86,6 @@ def test_a_host_is_lost_and_the_other_one_goes_on_alone(tiny, tmp_path):
         second.kill()
         runs.wait_until(lambda: not set(alone) & set(first.processes()), "the survivor's rank ends", SOON)
         done = first.wait()
-        assert first.processes() == {}
     assert done.status == 0, done.err
     assert "batch 12 = 6 x 2 x 1 ranks" in done.out
     assert done.out.count("going on after step") == 1
@@ -110,7 +109,6 @@ def test_a_host_joins_a_running_job(tiny, tmp_path):
         with runs.started(agent(port, False, arguments, patience=10), tmp_path, **unshared) as second:
             done = first.wait()
             second.wait(SOON)  # its agent fails when the store goes before it
-        assert first.processes() == second.processes() == {}
     assert done.status == 0, done.err
     assert "stopped by SIGTERM after step" in done.out  # the agent's own way of making room
     assert [path.parent for path in tmp_path.rglob("metrics.jsonl")] == [metrics.parent]

@@ -59,7 +59,6 @@ def test_signals_to_the_launcher(signals, said, tmp_path):
             os.kill(command.process.pid, number)
         done = command.wait(30)
         assert time.monotonic() - began < 15
-        assert command.processes() == {}
     assert (done.out, done.err) == (said, "")
 
 
@@ -76,7 +75,6 @@ def test_a_stranger_on_this_machine_changes_nothing(tmp_path):
         os.kill(command.process.pid, signal.SIGINT)
         os.kill(command.process.pid, signal.SIGINT)
         done = command.wait(30)
-        assert command.processes() == {}
     assert (done.out, done.err) == ("interrupted by 2\n", "")  # the ranks have talked until then
     assert not evidence.exists()
     assert not Path((tmp_path / "folder").read_text()).exists()
@@ -101,7 +99,6 @@ def test_ctrl_c_saves_and_says_the_command_that_goes_on(tiny, tmp_path):
         runs.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 1000, "the first steps")
         os.killpg(command.process.pid, signal.SIGINT)
         done = command.wait(40)
-        assert command.processes() == {}
     assert done.status == 130
     step, summary = runs.steps_taken(run_dir), runs.summary(run_dir)
     assert 2 <= step < 60
@@ -140,7 +137,6 @@ def test_torchrun_with_two_nodes(tiny, sweep, tmp_path):
         node.mkdir()
     with runs.started(arguments, nodes[0]) as first, runs.started(arguments, nodes[1]) as second:
         ends = [first.wait(), second.wait()]
-        assert first.processes() == second.processes() == {}
     assert [done.status for done in ends] == [0, 0], ends[0].err + ends[1].err
     # One run folder, on the node that has rank 0, whichever that is; the other node's folder stays empty.
     run_dirs = [path.parent for node in nodes for path in node.rglob("summary.json")]

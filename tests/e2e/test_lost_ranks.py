@@ -68,7 +68,6 @@ def test_a_killed_rank_ends_the_run(launched_by, tmp_path):
         began = time.monotonic()
         done = command.wait()
         assert time.monotonic() - began < SOON
-        assert command.processes() == {}
     if launched_by == "torchrun":
         assert re.search(r"rank +: 1 .*\n +exitcode +: -9", done.err), done.err
     else:

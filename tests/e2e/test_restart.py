@@ -38,7 +38,6 @@ def test_a_signal_between_two_attempts_ends_the_run(number, tmp_path):
         time.sleep(1)  # the launcher is told a little later
         os.kill(command.process.pid, number)
         done = command.wait(30)
-        assert command.processes() == {}
     assert done.out.splitlines() == ["before restart 1", f"interrupted by {number.value}"]
     assert lines(attempts) == ["0"]
 
@@ -61,7 +60,6 @@ def test_ctrl_c_and_sigterm_let_ranks_leave_in_order(launched_by, number, tmp_pa
             assert len(command.ranks()) == 2
         os.kill(command.process.pid, number)
         done = command.wait(40)
-        assert command.processes() == {}
     assert len(list(tmp_path.glob("left*"))) == 2
     if launched_by == "launcher":
         assert (done.out, done.err) == (f"interrupted by {number.value}\n", "")
@@ -82,7 +80,6 @@ def test_the_end_comes_all_the_same(how, signals, said, tmp_path):
             os.kill(command.process.pid, number)
         done = command.wait(30)
         assert time.monotonic() - began < 15
-        assert command.processes() == {}
     assert list(tmp_path.glob("left*")) == []
     assert (done.out, done.err) == (f"interrupted by {said}\n", "")
 

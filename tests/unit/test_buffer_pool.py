@@ -2,6 +2,7 @@
 
 import torch
 
+from deepzero.comm.streams import storage_ptr_of
 from deepzero.runtime.zero.buffer_pool import BufferPool
 
 
@@ -14,8 +15,8 @@ def test_where_room_is_tight_buffers_are_kept_from_pass_to_pass():
         pool.settle([], 24)
         pool.begin_pass()
         first = pool.take(16)
-        place = first.data_ptr()
-        pool.give(first)
+        place = storage_ptr_of(first)
         del first
+        pool.give(place)
         pool.begin_pass()
         assert [buffer.data_ptr() for buffer in pool.buffers() if buffer.numel() == 16] == [place], planned

@@ -38,22 +38,24 @@ import ctypes
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from deepzero.comm.streams import Chaos, alias_of, storage_ptr_of
-from deepzero.runtime.zero.fetch_plan import FetchPlan
+from deepzero.runtime.zero.fetch_plan import FetchPlan, ModuleUse
 
 ROUNDS = 8
 """Passes after which it is taken for stable; a second one rarely takes anything that the first did not."""
 
 
 class BufferPool:
-    """Kept 1-D buffers of one dtype and device. See [Note: buffers and who still holds them].
+    """Kept 1-D buffers of one dtype and device, and what later passes will take of them.
 
-    Free buffers go before all together exceed ``limit_numel`` elements. ``chaos`` poisons what is given back.
-    ``keeps`` is by default False on a GPU, whose caching allocator is a pool already, ordered by streams.
+    See [Note: buffers and who still holds them] and [Note: which buffers a pass takes]. Free buffers go before all
+    together exceed ``limit_numel`` elements. ``chaos`` poisons what is given back. ``reuses`` is by default False on a
+    GPU, whose caching allocator is a pool already, ordered by streams; there views are the allocator's matter, too.
     """
 
     def __init__(
@@ -62,15 +64,17 @@ class BufferPool:
         device: torch.device,
         limit_numel: int = 0,
         chaos: Chaos | None = None,
-        keeps: bool | None = None,
+        reuses: bool | None = None,
     ) -> None:
-        self.dtype, self.device, self.limit_numel, self._chaos = dtype, device, limit_numel, chaos
-        self.keeps = device.type in ("cpu", "meta") if keeps is None else keeps
+        self.dtype, self.device, self._chaos = dtype, device, chaos
+        self._most_allowed = self.limit_numel = limit_numel
+        self.reuses = device.type in ("cpu", "meta") if reuses is None else reuses
         self._free: list[torch.Tensor] = []
+        # By storage pointer, which is a buffer's *address* here, whichever of its elements a view begins with.
         self._taken: dict[int, torch.Tensor] = {}
-        # Storage pointer -> (bucket, generation) whose values the buffer holds. The entry outlives give() until the
-        # buffer is refilled, so a view that autograd saves after a release is still recognised as that parameter;
-        # whether the pool has already reused the memory must not decide it.
+        # Address -> (bucket, generation) whose values the buffer holds. The entry outlives give() until the buffer is
+        # refilled, so a view that autograd saves after a release is still recognised as that parameter; whether the
+        # pool has already reused the memory must not decide it.
         self.owners: dict[int, tuple[Any, int]] = {}
         self._alone = references(torch.empty(1, dtype=dtype, device=device))
         # Where the buffers that were planned lie; None: nothing is known, and all are kept.
@@ -79,6 +83,27 @@ class BufferPool:
         self._exact = False
         self.most_numel = 0
         """The most elements of all buffers at any time of this pass."""
+        # ---- what later passes will take, from their plans, and from the passes in which these were recorded
+        # Elements of each bucket that takes a buffer, by key; given by the coordinator.
+        self.bucket_numels: Mapping[int, int] = {}
+        self.uses: list[ModuleUse] = []
+        """Of the pass under way, with what was released and fetched at each."""
+        # Autograd saves no view of what lies in them: biases. Found out in the passes that are recorded.
+        self._never_shown: set[int] = set()
+        self._sizes: list[int] = []
+        self._most_planned: int | None = None
+        self._most_recorded = 0
+
+    # ---- between two passes ------------------------------------------------------------------------------------------
+
+    def end_pass(self) -> None:
+        """Have what the plans need, once there is one, and nothing else.
+
+        Nothing is gathered now: what a step holds does not depend on what an evaluation before it gathered.
+        """
+        self.uses = []
+        if self._most_planned is not None:
+            self.settle(self._sizes, self._most_allowed if self._sizes else self._most_planned)
 
     @torch.inference_mode(False)  # what an evaluation's end makes is the next step's
     def settle(self, sizes: Sequence[int], limit_numel: int) -> None:
@@ -90,7 +115,7 @@ class BufferPool:
         if self._exact:
             self._planned = set()
             self._trim(0)
-        elif self.keeps:
+        elif self.reuses:
             missing, free, self._free = sorted(sizes), self._free, []
             for buffer in free:
                 if buffer.numel() in missing and self.is_alone(buffer):
@@ -106,6 +131,8 @@ class BufferPool:
         if self._planned is None:
             self.clear()
         self.most_numel = self.numel()
+
+    # ---- within a pass -----------------------------------------------------------------------------------------------
 
     def take(self, numel: int, shard: torch.Tensor | None = None) -> torch.Tensor:
         """A buffer of ``numel`` elements or more, with old contents.
@@ -127,17 +154,18 @@ class BufferPool:
         self.most_numel = max(self.most_numel, self.numel())
         return buffer
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """The buffer may be used again, as soon as no view of it is held."""
-        place = storage_ptr_of(buffer)
-        del self._taken[place]
-        if self.is_alone(buffer):
+    def give(self, address: int) -> bool:
+        """The buffer there may be used again, as soon as no view of it is held. Returns whether that is so already."""
+        # By address: a tensor that the caller handed over would itself be one that refers to the memory.
+        buffer = self._taken.pop(address)
+        if alone := self.is_alone(buffer):
             self._poison(buffer)
-        extra = self._planned is not None and not self._exact and place not in self._planned
-        if self.keeps and not extra:
+        extra = self._planned is not None and not self._exact and address not in self._planned
+        if self.reuses and not extra:
             self._free.append(buffer)
         else:
-            self.owners.pop(place, None)  # the allocator may put anything here
+            self.owners.pop(address, None)  # the allocator may put anything here
+        return alone
 
     def _new(self, numel: int) -> torch.Tensor:
         buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
@@ -156,7 +184,7 @@ class BufferPool:
     def clear(self) -> None:
         """Let go of all buffers that are free, and of who was where: other memory will lie there."""
         self._free = []
-        self.owners = {place: owner for place, owner in self.owners.items() if place in self._taken}
+        self.owners = {address: owner for address, owner in self.owners.items() if address in self._taken}
 
     def _trim(self, numel: int) -> None:
         """Make room: free buffers, the smallest first, while all together would exceed the limit."""
@@ -175,27 +203,55 @@ class BufferPool:
         """All buffers, free or taken."""
         return [*self._free, *self._taken.values()]
 
+    # ---- which buffers a pass takes ----------------------------------------------------------------------------------
 
-# ---- which buffers a pass takes --------------------------------------------------------------------------------------
+    @property
+    def predicted_numel(self) -> int:
+        """The most elements of all buffers at any time of a training pass to come."""
+        return max(self._most_recorded, sum(self._sizes) or self._most_planned or 0)
 
-Moment = tuple[tuple[int, ...], int, list[int], list[int]]
-"""One use of buckets: its keys, its run (0: none), and the keys that were released and then taken for it."""
+    def released(self, key: int, alone: bool) -> None:
+        """A bucket has been released for the last of :attr:`uses`; whether nothing shows its buffer."""
+        use = self.uses[-1]
+        use.release += (key,)
+        if alone and use.run and self.reuses:
+            block = itertools.takewhile(lambda other: other.run == use.run, reversed(self.uses))
+            if any(key in other.keys for other in block):
+                self._never_shown.add(key)
 
+    def recorded(self) -> None:
+        """The pass that ends now was the first of its kind, or left the plan."""
+        reuses = self.reuses and self._most_planned is None
+        _, most, _ = simulate(self._seen(self.uses), self._sizes, self.bucket_numels, reuses, self._most_allowed)
+        self._most_recorded = max(self._most_recorded, most)
 
-def moments_of(plan: FetchPlan) -> list[Moment]:
-    """What a pass along ``plan`` will do."""
-    return [(use.keys, use.run, list(use.release), [key for key, _ in use.launches]) for use in plan.uses]
+    def expect(self, plans: Sequence[FetchPlan]) -> None:
+        """From now on passes follow these plans, in any order."""
+        passes = [self._seen(plan.uses) for plan in plans]
+        self._sizes = stable_sizes(passes, self.bucket_numels) if self.reuses else []
+        if sum(self._sizes) > self._most_allowed:
+            # So tight that buffers are made for each size anew: then no more is held than is gathered.
+            self._sizes = []
+        most = (simulate(uses, [], self.bucket_numels, False, 0)[2] for uses in passes)
+        self._most_planned = max(most, default=0)
+
+    def _seen(self, uses: Sequence[ModuleUse]) -> list[ModuleUse]:
+        """``uses`` without the runs, or without the buckets, of which no view keeps a buffer."""
+        if not self.reuses:
+            return [replace(use, run=0) for use in uses]
+        return [replace(use, keys=tuple(key for key in use.keys if key not in self._never_shown)) for use in uses]
 
 
 def simulate(
-    moments: Sequence[Moment], sizes: Sequence[int], numel: Mapping[int, int], keeps: bool, limit: int
+    uses: Sequence[ModuleUse], sizes: Sequence[int], numel: Mapping[int, int], reuses: bool, limit: int
 ) -> tuple[list[int], int, int]:
     """One pass of a pool without memory, which begins with buffers of ``sizes`` elements.
 
-    ``numel`` has the elements of each bucket that takes a buffer. With ``keeps`` buffers that the pool did not begin
-    with are kept as well when they are given back. Free buffers go, the smallest first, before all together exceed
-    ``limit`` elements. Returns the buffers at the end, when all are free; the most elements of all buffers at any time;
-    and the most of those that are taken, or still shown by a view.
+    ``uses`` are those of the pass, with what is released and launched at each; ``numel`` has the elements of each
+    bucket that takes a buffer. With ``reuses`` buffers that the pool did not begin with are kept as well when they are
+    given back. Free buffers go, the smallest first, before all together exceed ``limit`` elements. Returns the buffers
+    at the end, when all are free; the most elements of all buffers at any time; and the most of those that are taken,
+    or still shown by a view.
     """
     free, most, most_live = list(sizes), 0, 0
     # Size of each buffer, and whether the pool did not begin with it: those taken, by bucket; those given back of which
@@ -208,21 +264,21 @@ def simulate(
         return sum(size for size, _ in (*taken.values(), *shown))
 
     def free_all(buffers: Sequence[tuple[int, bool]]) -> None:
-        free.extend(size for size, new in buffers if keeps or not new)
+        free.extend(size for size, new in buffers if reuses or not new)
 
-    for keys, now, released, wanted in moments:
-        if now != run:
-            run, seen = now, set()
+    for use in uses:
+        if use.run != run:
+            run, seen = use.run, set()
             free_all(shown)
             shown = []
-        for key in (key for key in released if key in taken):
+        for key in (key for key in use.release if key in taken):
             buffer = taken.pop(key)
             if run > 0 and key in seen:
                 shown.append(buffer)
             else:
                 free_all([buffer])
-        seen.update(keys)
-        for key in (key for key in wanted if key in numel and key not in taken):
+        seen.update(use.keys)
+        for key in (key for key, _ in use.launches if key in numel and key not in taken):
             size = min((size for size in free if size >= numel[key]), default=0)
             new = size == 0
             if new:
@@ -238,81 +294,23 @@ def simulate(
     return free, most, most_live
 
 
-def stable_sizes(passes: Sequence[Sequence[Moment]], numel: Mapping[int, int]) -> list[int]:
+def stable_sizes(passes: Sequence[Sequence[ModuleUse]], numel: Mapping[int, int]) -> list[int]:
     """Buffers with which none of ``passes`` takes another one, in whatever order they come.
 
     Example:
-        >>> step = [((0,), 0, [], [0, 1]), ((1,), 0, [0], []), ((2,), 0, [1], [2])]
-        >>> stable_sizes([step], {0: 64, 1: 256, 2: 128})
+        >>> first = ModuleUse((0,), False, "", fetch=(0, 1))  # 1 ahead of its use
+        >>> then = ModuleUse((1,), False, "", release=(0,)), ModuleUse((2,), False, "", release=(1,), fetch=(2,))
+        >>> stable_sizes([[first, *then]], {0: 64, 1: 256, 2: 128})
         [64, 256]
     """
     sizes: list[int] = []
     for _ in range(ROUNDS):
         before = sizes
-        for moments in passes:
-            sizes = sorted(simulate(moments, sizes, numel, keeps=True, limit=1 << 62)[0])
+        for uses in passes:
+            sizes = sorted(simulate(uses, sizes, numel, reuses=True, limit=1 << 62)[0])
         if sizes == before:
             break
     return sizes
-
-
-class BufferForecast:
-    """What the pool of one coordinator will hold, from its plans, and from the passes in which they were recorded.
-
-    ``numel`` has the elements of each bucket that takes a buffer; ``limit`` is ``stage3_max_live_parameters``. Without
-    ``keeps`` views are the caching allocator's matter.
-    """
-
-    def __init__(self, numel: Mapping[int, int], limit: int, keeps: bool) -> None:
-        self._numel, self._limit, self._keeps = numel, limit, keeps
-        self.moments: list[Moment] = []
-        """Of the pass under way."""
-        # Autograd saves no view of what lies in them: biases. Found out in the passes that are recorded.
-        self._never_shown: set[int] = set()
-        self._sizes: list[int] = []
-        self._most_planned: int | None = None
-        self._most_recorded = 0
-
-    @property
-    def most_numel(self) -> int:
-        """The most elements that the pool holds at any time of a training pass."""
-        return max(self._most_recorded, sum(self._sizes) or self._most_planned or 0)
-
-    def released(self, key: int, alone: bool) -> None:
-        """A bucket has been released for the last of :attr:`moments`; whether nothing shows its buffer."""
-        _, run, released, _ = self.moments[-1]
-        released.append(key)
-        if alone and run and self._keeps:
-            block = itertools.takewhile(lambda moment: moment[1] == run, reversed(self.moments))
-            if any(key in keys for keys, *_ in block):
-                self._never_shown.add(key)
-
-    def recorded(self) -> None:
-        """The pass that ends now was the first of its kind, or left the plan."""
-        keeps = self._keeps and self._most_planned is None
-        _, most, _ = simulate(self._seen(self.moments), self._sizes, self._numel, keeps, self._limit)
-        self._most_recorded = max(self._most_recorded, most)
-
-    def expect(self, plans: Sequence[FetchPlan]) -> None:
-        """From now on passes follow these plans, in any order."""
-        passes = [self._seen(moments_of(plan)) for plan in plans]
-        self._sizes = stable_sizes(passes, self._numel) if self._keeps else []
-        if sum(self._sizes) > self._limit:
-            # So tight that buffers are made for each size anew: then no more is held than is gathered.
-            self._sizes = []
-        self._most_planned = max((simulate(moments, [], self._numel, False, 0)[2] for moments in passes), default=0)
-
-    def settle(self, pool: BufferPool) -> None:
-        """Let the pool have what the plans need, once there is one."""
-        if self._most_planned is not None:
-            pool.settle(self._sizes, self._limit if self._sizes else self._most_planned)
-
-    def _seen(self, moments: Sequence[Moment]) -> list[Moment]:
-        """``moments`` without the runs, or without the buckets, of which no view keeps a buffer."""
-        if not self._keeps:
-            return [(keys, 0, released, taken) for keys, _, released, taken in moments]
-        hidden = self._never_shown
-        return [(tuple(k for k in keys if k not in hidden), *more) for keys, *more in moments]  # type: ignore[misc]
 
 
 def references(tensor: torch.Tensor) -> int:

@@ -31,7 +31,10 @@ class FetchLimits:
 
 @dataclass
 class ModuleUse:
-    """One use, and once it is part of a plan what happens at it: release, then fetch, then prefetch."""
+    """One use of buckets, and what happens at it: release, then fetch, then prefetch.
+
+    In a plan that is what will happen; in the record of a pass, what did.
+    """
 
     keys: tuple[int, ...]
     """The buckets needed, sorted."""
@@ -46,13 +49,14 @@ class ModuleUse:
     """Buckets whose gradients became complete between this use and the next."""
     release: tuple[int, ...] = ()
     fetch: tuple[int, ...] = ()
-    """For predictions; the coordinator fetches what of ``keys`` is not there, which is the same."""
+    """In a plan for predictions alone: the coordinator fetches what of ``keys`` is not there, which is the same. In the
+    record of a pass prefetches are among them."""
     prefetch: tuple[tuple[int, bool], ...] = ()
     """With each bucket, whether it is for a backward pass."""
 
     @property
     def launches(self) -> list[tuple[int, bool]]:
-        """The all-gathers of this use in order, each with whether it is for a backward pass."""
+        """The all-gathers of this use in order: the bucket's key, and whether it is for a backward pass."""
         return [*((key, self.backward) for key in self.fetch), *self.prefetch]
 
 
@@ -144,16 +148,16 @@ def compile_plan(trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: F
 
 
 def _is_far(
-    key: int, trace: Sequence[ModuleUse], position: int, found: int, numel: Mapping[int, int], reuse_numel: int
+    key: int, trace: Sequence[ModuleUse], position: int, next_use: int, numel: Mapping[int, int], reuse_numel: int
 ) -> bool:
-    """Whether a live bucket is not needed soon: at ``position`` in the trace, when ``found`` is its next use."""
-    if found == NEVER:
+    """Whether a live bucket is not needed soon: at ``position`` in the trace, when its next use is at ``next_use``."""
+    if next_use == NEVER:
         return True
     # A bucket that this backward pass will still add gradients to stays, however far its next use is: the gradients of
     # a bucket leave together, and until then autograd needs its weights again.
-    between = trace[position:found]
+    between = trace[position:next_use]
     complete = any(key in use.completes for use in between)
-    if not complete and trace[found].backward and all(use.backward for use in between):
+    if not complete and trace[next_use].backward and all(use.backward for use in between):
         return False
     # DeepSpeed's reuse distance: elements of different parameters used in between. A bucket counts once, however often
     # it is used.

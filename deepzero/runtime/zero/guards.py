@@ -180,7 +180,7 @@ class WriteGuard:
 
     def __init__(self, bucket: PartitionedBucket) -> None:
         self.bucket = bucket
-        self._step = max(1, bucket.bucket.shard_numel // SAMPLES)
+        self._step = max(1, bucket.layout.shard_numel // SAMPLES)
         self._versions: list[int] = []
         self._samples: torch.Tensor | None = None
 
@@ -191,24 +191,24 @@ class WriteGuard:
 
     def snapshot_param(self, param: ZeroParameter) -> None:
         """The same for one parameter."""
-        place = next(index for index, mine in enumerate(self.bucket.params) if mine is param)
-        self._versions[place] = param._version
+        index = next(index for index, other in enumerate(self.bucket.params) if other is param)
+        self._versions[index] = param._version
 
     def snapshot_samples(self) -> None:
         """Note sampled values where they were gathered quantised, and so differ from the shard."""
-        sampled = self.bucket.gathered_by.quantizes and self.bucket.whole.device.type == "cpu"
+        sampled = self.bucket.gathered_by.quantizes and self.bucket.gathered.device.type == "cpu"
         self._samples = self._shard_within()[:: self._step].clone() if sampled else None
 
     def written(self) -> ZeroParameter | None:
         """A parameter that was written, if any."""
         bucket = self.bucket
-        start = data_ptr_of(bucket.whole)
-        for param, slot, version in zip(bucket.params, bucket.bucket.slots, self._versions, strict=True):
-            inside = (slot.offset - bucket.bucket.offset) * bucket.whole.itemsize
+        start = data_ptr_of(bucket.gathered)
+        for param, slot, version in zip(bucket.params, bucket.layout.slots, self._versions, strict=True):
+            inside = (slot.offset - bucket.layout.offset) * bucket.gathered.itemsize
             moved = bucket.shown and slot.numel and data_ptr_of(param) != start + inside
             if param._version != version or moved:
                 return param
-        return self._written_through_data() if bucket.whole.device.type == "cpu" else None
+        return self._written_through_data() if bucket.gathered.device.type == "cpu" else None
 
     def _written_through_data(self) -> ZeroParameter | None:
         bucket, mine, step = self.bucket, self._shard_within(), self._step
@@ -220,9 +220,9 @@ class WriteGuard:
         if self._samples is None:  # the first element that differs names the parameter
             step, expected = 1, bucket.shard
         differs = (mine[::step].view(bits) != expected.view(bits)).nonzero()[0].item()
-        place = bucket.bucket.part_start(bucket.gather.comm.rank) + int(differs) * step
-        slots = zip(bucket.params, bucket.bucket.slots, strict=True)
-        return next((param for param, slot in slots if slot.offset <= place < slot.end), bucket.params[0])
+        offset = bucket.layout.part_start(bucket.gather.comm.rank) + int(differs) * step
+        slots = zip(bucket.params, bucket.layout.slots, strict=True)
+        return next((param for param, slot in slots if slot.offset <= offset < slot.end), bucket.params[0])
 
     def check(self) -> None:
         """Raise a :class:`PartitionedUseError` if something was written."""
@@ -232,7 +232,7 @@ class WriteGuard:
 
     def _shard_within(self) -> torch.Tensor:
         bucket = self.bucket
-        return bucket.whole.split(bucket.bucket.shard_numel)[bucket.gather.comm.rank]
+        return bucket.gathered.split(bucket.layout.shard_numel)[bucket.gather.comm.rank]
 
 
 def write_lost(param: ZeroParameter, verb: str) -> PartitionedUseError:

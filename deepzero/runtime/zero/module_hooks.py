@@ -240,22 +240,22 @@ class ModuleHooks:
             return True
         # In the place of the others': they are popped when whoever has pushed them leaves. Also without gradients: a
         # function of the user's runs so, and saves what it was given when it is over.
-        keeps = in_backward() or name.startswith("_recomputation_hook")
+        recomputes = in_backward() or name.startswith("_recomputation_hook")
         torch._C._autograd._pop_saved_tensors_default_hooks()
         torch._C._autograd._push_saved_tensors_default_hooks(
-            partial(self._pack_before, outer[0], keeps), partial(self._unpack_before, outer[1])
+            partial(self._pack_before, outer[0], recomputes), partial(self._unpack_before, outer[1])
         )
         return False
 
-    def _pack_before(self, pack: Callable[..., Any], keeps: bool, tensor: torch.Tensor) -> Any:
+    def _pack_before(self, pack: Callable[..., Any], recomputes: bool, tensor: torch.Tensor) -> Any:
         """For autograd, in front of hooks that were there before.
 
-        ``keeps``: they are non-reentrant checkpointing's, which count what a block saves while it is run again and keep
-        it until the block's backward pass. They are given views: a parameter's object shows its values for a while.
-        Others (``save_on_cpu``) go on working for everything that is not a parameter.
+        ``recomputes``: they are non-reentrant checkpointing's, which count what a block saves while it is run again and
+        keep it until the block's backward pass. They are given views: a parameter's object shows its values for a
+        while. Others (``save_on_cpu``) go on working for everything that is not a parameter.
         """
         # A tuple marks what is ours: theirs may return anything, a SavedWeight of an outer engine too.
-        packed = tensor if keeps else self.pack(tensor)
+        packed = tensor if recomputes else self.pack(tensor)
         return (packed,) if isinstance(packed, SavedWeight) else pack(self.view_of(packed))
 
     def _unpack_before(self, unpack: Callable[..., torch.Tensor], packed: Any) -> torch.Tensor:
@@ -271,7 +271,7 @@ class ModuleHooks:
             bucket, slot = record.placed()
             if not self.coordinator.has(bucket):
                 return tensor
-            start = slot.offset - bucket.bucket.offset
+            start = slot.offset - bucket.layout.offset
             return SavedWeight(bucket.key, bucket.generation, tensor.dtype, record.shape, record.stride, start)
         # By storage pointer: a transposed, sliced or expanded weight has the storage of its bucket's buffer.
         owner = self.coordinator.owner_of(tensor)
@@ -313,7 +313,7 @@ class ModuleHooks:
         self.coordinator.fetch_sub_module((packed.key,), bucket.params[0]._zero.name, show=False)
         # The same elements with the same strides, in whatever buffer the bucket was gathered into this time. The dtype
         # differs where a program has saved a weight's bits under another one (view(torch.int16)).
-        flat = bucket.whole
+        flat = bucket.gathered
         if packed.dtype != flat.dtype:
             flat = flat.view(packed.dtype)
         return flat.as_strided(packed.shape, packed.stride, packed.offset)

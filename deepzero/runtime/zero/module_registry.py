@@ -1,6 +1,7 @@
 """What a program declares about its modules before training: leaves, and parameters used outside their modules.
 
-The declarations belong to the modules and live as long as they do, whatever engine they are given to.
+The declarations belong to the modules and live as long as they do, whatever engine they are given to. A leaf is marked
+on the module itself, as DeepSpeed marks it; a copy of the module is a leaf, too.
 
 Sources: DeepSpeed's ``utils/z3_leaf_module.py``, and ``register_external_parameter`` in ``partition_parameters.py``.
 """
@@ -12,7 +13,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-_LEAVES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+LEAF = "_z3_leaf"
+"""The attribute of a module that is a leaf; DeepSpeed's."""
+
 _EXTERNAL: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
 
 
@@ -25,14 +28,16 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.
     found = _modules_of(model, classes)
     if not found:
         raise ValueError(f"the model has no module of {', '.join(getattr(c, '__name__', str(c)) for c in classes)}")
-    _LEAVES.update(found)
+    for module in found:
+        module.__dict__[LEAF] = True
     return found
 
 
 def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
     """The inverse of :func:`set_z3_leaf_modules`, before ``initialize``."""
-    found = [module for module in _modules_of(model, list(leaf_module_classes)) if module in _LEAVES]
-    _LEAVES.difference_update(found)
+    found = list(filter(z3_leaf_module, _modules_of(model, list(leaf_module_classes))))
+    for module in found:
+        del module.__dict__[LEAF]
     return found
 
 
@@ -43,7 +48,7 @@ def _modules_of(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> l
 
 def z3_leaf_module(module: nn.Module) -> bool:
     """Whether ``module`` has been declared a leaf."""
-    return module in _LEAVES
+    return LEAF in module.__dict__  # not by getattr: what wraps a leaf (``torch.compile``) answers for it
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -41,6 +41,7 @@ import torch
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.comm.ledger import Traffic
 from deepzero.comm.quantization import Quantizer
+from deepzero.comm.streams import storage_ptr_of
 from deepzero.comm.topology import RankGroup
 from deepzero.layout import Bucket
 from deepzero.runtime.zero.buffer_pool import BufferPool
@@ -65,11 +66,11 @@ class DeviceShard:
 
     on_host = False
 
-    def fetch(self, kind: str, shard: torch.Tensor, place: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+    def fetch(self, kind: str, shard: torch.Tensor, target: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """A context in which the shard's values are on the device, for the stream that is current inside it.
 
-        ``kind`` is the ledger's name for the gather that needs them, ``shard`` 1-D, ``[shard_numel]``, and ``place`` as
-        large, on the device: where values may be copied to.
+        ``kind`` is the ledger's name for the gather that needs them, ``shard`` 1-D, ``[shard_numel]``, and ``target``
+        as large, on the device: where values may be copied to.
         """
         return nullcontext(shard)
 
@@ -86,21 +87,17 @@ class PlainAllGather:
     ``source`` is where this rank's shard is, ``where`` the bucket's name for traces.
     """
 
-    # qwZ: where buffers for quantised messages come from, and how many bytes one takes, beside the bucket's own, while
-    # they are on their way.
+    # qwZ: how many bytes the messages take, beside the bucket's own buffer, while they are on their way.
     quantizer: Quantizer | None = None
-    buffers: BufferPool | None = None
     scratch_bytes = 0
-    # hpZ and MiCS: the ranks that keep a secondary partition among them; whether that is never stale, so that every
-    # gather stays in the group (MiCS, frozen parameters); whether each step renews it (MiCS).
+    # hpZ and MiCS: the ranks that keep a secondary partition among them; whether each step renews that (MiCS), or it is
+    # made once, as the parameters never change.
     group: RankGroup | None = None
-    always_inside = False
-    mics = False
+    mics = frozen = False
     secondary_shard: torch.Tensor | None = None
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, source: DeviceShard, where: str) -> None:
         self.bucket, self.dtype, self.comm, self.source, self.where = bucket, dtype, comm, source, where
-        self.shard_on_host = source.on_host
         self.message_bytes = bucket.shard_numel * dtype.itemsize
         # Counted apart in the ledger: elements of a message that belong to no parameter, times the ranks it goes to.
         self._padding = (comm.world_size - 1) * bucket.padding_of(comm.rank)
@@ -119,12 +116,12 @@ class PlainAllGather:
         return self
 
     def launch(self, kind: str, into: PartitionedBucket) -> None:
-        """Launch what fills ``into.whole`` (1-D, ``[W * shard_numel]``); it belongs to the gather until :meth:`finish`.
+        """Launch what fills ``into.gathered`` (1-D, ``[W * shard_numel]``), which belongs to it until :meth:`finish`.
 
         ``kind`` is the ledger's name for it.
         """
         # In place: this rank's message lies where the all-gather expects it, and the others' arrive beside it.
-        messages = self.receive_into(into.whole)
+        messages = self.receive_into(into.gathered)
         mine = shard_of(messages, self.comm.rank, self.comm.world_size)
         with self.source.fetch(kind, into.shard, mine) as values:
             # Already there if the source has copied it from the host, or if with one rank the shard is the buffer.
@@ -134,10 +131,10 @@ class PlainAllGather:
             numel = self.bucket.shard_numel
             self._pending = self.comm.all_gather(kind, messages, self._padding, self.where, numel=numel)
 
-    def receive_into(self, whole: torch.Tensor) -> torch.Tensor:
+    def receive_into(self, gathered: torch.Tensor) -> torch.Tensor:
         """Where the W messages of a gather that begins now lie side by side, until :meth:`finish`."""
-        self._messages = whole
-        return whole
+        self._messages = gathered
+        return gathered
 
     def arrive(self) -> None:
         """Wait until the messages are complete, for the current stream."""
@@ -148,7 +145,7 @@ class PlainAllGather:
             self._pending = None
 
     def finish(self) -> None:
-        """Wait until ``whole`` is complete, for the current stream. Harmless when it was already."""
+        """Wait until the bucket is complete, for the current stream. Harmless when it was already."""
         self.arrive()
         self._messages = torch.empty(0)  # a view kept here would keep the pool from reusing the buffer
 
@@ -156,7 +153,7 @@ class PlainAllGather:
         """The strategy without quantisation, for the gathers from now on; nothing is under way."""
         return self
 
-    # ---- messages to the ranks that keep them: see SecondaryAllGather.publish ----------------------------------------
+    # ---- messages to the ranks that keep them: see SecondaryAllGather.launch_to_replicas -----------------------------
 
     def message(self, shard: torch.Tensor) -> torch.Tensor:
         """The shard as it travels; until :meth:`release_message`."""
@@ -165,11 +162,16 @@ class PlainAllGather:
     def release_message(self) -> None:
         """Take back what :meth:`message` gave: it has been sent."""
 
-    def publish(self, into: PartitionedBucket) -> Pending | None:
+    def launch_to_replicas(self, bucket: PartitionedBucket) -> Pending | None:
         """Launch this rank's new message to the ranks that keep it. None: there are none."""
         return None
 
     # ---- what it will send -------------------------------------------------------------------------------------------
+
+    @property
+    def always_inside(self) -> bool:
+        """Whether the secondary partition is never stale, so that every gather stays in the group."""
+        return self.mics or self.frozen
 
     def forecast(self, inside: bool) -> Traffic:
         """What one gather sends, mean over ranks; with ``inside`` from the secondary partition."""
@@ -196,8 +198,8 @@ class QuantizedAllGather(PlainAllGather):
         self.quantizer: Quantizer = quantizer
         self.buffers: BufferPool = buffers
         self.message_bytes = quantizer.format.message_bytes(plain.bucket.shard_numel)
-        # Of the gather under way: what is decoded into, and the pool's buffer for the messages.
-        self._whole = self._buffer = torch.empty(0)
+        # Of the gather under way: what is decoded into, and where the pool's buffer for the messages is.
+        self._gathered, self._address = torch.empty(0), 0
 
     @property
     def exact(self) -> PlainAllGather:
@@ -206,30 +208,30 @@ class QuantizedAllGather(PlainAllGather):
 
     def launch(self, kind: str, into: PartitionedBucket) -> None:
         """As :meth:`PlainAllGather.launch`, in quantised messages."""
-        messages = self.receive_into(into.whole)
+        messages = self.receive_into(into.gathered)
         rank, world, numel = self.comm.rank, self.comm.world_size, self.bucket.shard_numel
-        # A shard in host memory is copied into ``whole``, where its decoded values will overwrite it.
-        with self.source.fetch(kind, into.shard, shard_of(into.whole, rank, world)) as values:
+        # A shard in host memory is copied to where its decoded values will overwrite it.
+        with self.source.fetch(kind, into.shard, shard_of(into.gathered, rank, world)) as values:
             self._pack(values, shard_of(messages, rank, world))
             self._pending = self.comm.all_gather(kind, messages, self._padding, self.where, numel=numel)
 
-    def receive_into(self, whole: torch.Tensor) -> torch.Tensor:
-        """A buffer for the messages, to be decoded into ``whole``."""
-        self._whole, self._messages = whole, self._take(self.comm.world_size * self.message_bytes)
+    def receive_into(self, gathered: torch.Tensor) -> torch.Tensor:
+        """A buffer for the messages, to be decoded into ``gathered``."""
+        self._gathered, self._messages = gathered, self._take(self.comm.world_size * self.message_bytes)
         return self._messages
 
     def finish(self) -> None:
-        """Wait for the messages, and decode them: ``whole`` is complete."""
+        """Wait for the messages, and decode them: the bucket is complete."""
         if not self._messages.numel():
             return
         self.arrive()
         numel = self.bucket.shard_numel
         # This rank's own message too: every rank computes with the same values. The messages are read on the stream
         # that has waited for them, before the buffer goes back to the pool.
-        for rank, place in enumerate(self._whole.split(numel)):
+        for rank, shard in enumerate(self._gathered.split(numel)):
             message = shard_of(self._messages, rank, self.comm.world_size)
-            self.quantizer.unpack(self.quantizer.format.open(message, numel), place)
-        self._whole = self._messages = message = torch.empty(0)  # no view is left of what others will overwrite
+            self.quantizer.unpack(self.quantizer.format.open(message, numel), shard)
+        self._gathered = self._messages = message = torch.empty(0)  # no view is left of what others will overwrite
         self.release_message()
 
     def unquantized(self) -> PlainAllGather:
@@ -243,15 +245,15 @@ class QuantizedAllGather(PlainAllGather):
 
     def release_message(self) -> None:
         """Give the buffer of quantised messages back."""
-        buffer, self._buffer = self._buffer, torch.empty(0)
-        self.buffers.give(buffer)
+        self.buffers.give(self._address)
 
     def _pack(self, values: torch.Tensor, message: torch.Tensor) -> None:
         self.quantizer.pack(values, self.quantizer.format.open(message, values.numel()))
 
     def _take(self, size: int) -> torch.Tensor:
-        self._buffer = self.buffers.take(max(size, self.scratch_bytes))
-        return self._buffer[:size]
+        buffer = self.buffers.take(max(size, self.scratch_bytes))
+        self._address = storage_ptr_of(buffer)
+        return buffer[:size]
 
 
 class SecondaryAllGather(PlainAllGather):
@@ -263,10 +265,10 @@ class SecondaryAllGather(PlainAllGather):
 
     def __init__(self, inner: PlainAllGather, group: RankGroup, mics: bool, frozen: bool) -> None:
         super().__init__(inner.bucket, inner.dtype, inner.comm, inner.source, inner.where)
-        self.inner, self.quantizer, self.buffers = inner, inner.quantizer, inner.buffers
+        self.inner, self.quantizer = inner, inner.quantizer
         self.scratch_bytes, self.message_bytes = inner.scratch_bytes, inner.message_bytes
         self.group: RankGroup = group
-        self.mics, self._frozen, self.always_inside = mics and not frozen, frozen, mics or frozen
+        self.mics, self.frozen = mics and not frozen, frozen
         # W/H: how many messages a rank keeps for its group. They are kept as they travel, so quantised ones as bytes.
         self.kept_messages = self.comm.world_size // group.size
         dtype = torch.uint8 if self.quantizes else self.dtype
@@ -277,8 +279,8 @@ class SecondaryAllGather(PlainAllGather):
         # What an evaluation has kept serves evaluations alone: else the bytes that a training step sends would depend
         # on whether an evaluation came before it, and could not be predicted.
         self._for_training = False
-        # The generation that the gather under way will leave in the secondary shard; None: it keeps nothing.
-        self._keeps: int | None = None
+        # The generation that the gather under way will leave in the secondary shard; None: it leaves nothing.
+        self._arriving: int | None = None
 
     @property
     def exact(self) -> PlainAllGather:
@@ -289,11 +291,11 @@ class SecondaryAllGather(PlainAllGather):
         """Inside the group if the secondary shards serve this gather; else over all ranks, to be kept in them."""
         training, group, inner = kind in TRAINING, self.group, self.inner
         if self._generation != into.generation or (training and not self._for_training):
-            self._keeps, self._for_training = into.generation, training or self._frozen
+            self._arriving, self._for_training = into.generation, training or self.frozen
             inner.launch(kind, into)
             return
         # The group's secondary shards, end to end, are the W messages: what arrives is bit for bit what arrived first.
-        messages = inner.receive_into(into.whole)
+        messages = inner.receive_into(into.gathered)
         shard_of(messages, group.index, group.size).copy_(self.secondary_shard)
         first, kept = group.index * self.kept_messages, self.kept_messages
         padding = (group.size - 1) * sum(self.bucket.padding_of(first + i) for i in range(kept))
@@ -301,43 +303,43 @@ class SecondaryAllGather(PlainAllGather):
         inner._pending = self.comm.all_gather(kind, messages, padding, self.where, group, numel)
 
     def finish(self) -> None:
-        """Wait until ``whole`` is complete, and keep this rank's messages of it for the group."""
+        """Wait until the bucket is complete, and keep this rank's messages of it for the group."""
         self.inner.arrive()
-        if self._keeps is not None:
+        if self._arriving is not None:
             # Messages as they came, before they are decoded: whoever gathers them again gets the same bits.
             self.secondary_shard.copy_(shard_of(self.inner._messages, self.group.index, self.group.size))
-            self._generation, self._keeps = self._keeps, None
+            self._generation, self._arriving = self._arriving, None
         self.inner.finish()
 
     def unquantized(self) -> PlainAllGather:
         """The strategy without quantisation, with an empty secondary shard of the other size."""
-        return SecondaryAllGather(self.inner.unquantized(), self.group, self.mics, self._frozen)
+        return SecondaryAllGather(self.inner.unquantized(), self.group, self.mics, self.frozen)
 
     # ---- the new shard goes to those that keep it: MiCS, and frozen parameters ---------------------------------------
 
-    def publish(self, into: PartitionedBucket) -> Pending | None:
+    def launch_to_replicas(self, bucket: PartitionedBucket) -> Pending | None:
         """Launch this rank's new message to all ranks that keep it, one in each group; None with hpZ."""
         secondary, rank, world = self.secondary_shard, self.comm.rank, self.comm.world_size
         if not self.always_inside:
             return None
         # Offloaded shards are in host memory, from which nothing is sent.
-        message = self.inner.message(into.shard.to(self.comm.device))
+        message = self.inner.message(bucket.shard.to(self.comm.device))
         recv = [secondary[:0]] * world
-        # What this rank keeps comes from ``kept_messages`` consecutive ranks, each into its place.
-        for place, room in enumerate(secondary.split(secondary.numel() // self.kept_messages)):
-            recv[self.group.index * self.kept_messages + place] = room
+        # What this rank keeps comes from ``kept_messages`` consecutive ranks, message by message.
+        for number, kept in enumerate(secondary.split(secondary.numel() // self.kept_messages)):
+            recv[self.group.index * self.kept_messages + number] = kept
         keepers = self.keepers_of(rank)
         # What a rank keeps of its own does not travel.
         if rank in keepers:
             recv[rank].copy_(message)
         send = [message if q in keepers else message[:0] for q in range(world)]
         self._messages = message  # it belongs to the exchange until release_message
-        self._generation, self._for_training = into.generation, True
+        self._generation, self._for_training = bucket.generation, True
         padding = len(keepers - {rank}) * self.bucket.padding_of(rank)
         return self.comm.exchange(TO_REPLICAS, send, recv, padding, self.where, numel=self.bucket.shard_numel)
 
     def release_message(self) -> None:
-        """Let go of what :meth:`publish` has sent."""
+        """Let go of what :meth:`launch_to_replicas` has sent."""
         self._messages = torch.empty(0)
         self.inner.release_message()
 
@@ -354,8 +356,8 @@ class SecondaryAllGather(PlainAllGather):
         size, kept = self.group.size, self.kept_messages
         return self._traffic((size - 1) * kept, kept * self.comm.nodes.crossing_inside(size), (size - 1) / size)
 
-    def forecast_publish(self) -> Traffic:
-        """What :meth:`publish` sends, mean over ranks: some keep their own message, and send one less."""
+    def forecast_to_replicas(self) -> Traffic:
+        """What :meth:`launch_to_replicas` sends, mean over ranks: some keep their own message, and send one less."""
         world, numel, size = self.comm.world_size, self.bucket.shard_numel, self.message_bytes
         to = [self.keepers_of(rank) - {rank} for rank in range(world)]
         true = sum(len(others) * self.bucket.true_numel_of(rank) for rank, others in enumerate(to))
@@ -395,7 +397,7 @@ def send_to_replicas(buckets: Iterable[PartitionedBucket]) -> None:
         gather.release_message()
 
     for bucket in buckets:
-        pending = bucket.gather.publish(bucket)
+        pending = bucket.gather.launch_to_replicas(bucket)
         if pending is not None:
             under_way.append((bucket.gather, pending))
         if len(under_way) == 2:

@@ -35,7 +35,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -186,8 +186,8 @@ class PartitionedParameter(ZeroParameter):
             return _detached(args[0], func)
         name = getattr(func, "__name__", str(func))
         # A constructor inside zero.Init may do anything.
-        if _ACTIVE:
-            return _ACTIVE[0]._write_through(func, args, kwargs)
+        if Init.entered:
+            return Init.entered[0]._write_through(func, args, kwargs)
         if func is Tensor.copy_ and isinstance(args[0], PartitionedParameter):
             return _copy_into_shard(*args, **kwargs)
         # A result written into a parameter would be this rank's alone.
@@ -235,7 +235,7 @@ def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
 
 
 def _all_gather_params(buckets: Sequence[PartitionedBucket], kind: str) -> None:
-    """Outside of passes: gather ``buckets``, show their parameters. All launches come before a wait. A collective."""
+    """Outside of passes: gather the very values of ``buckets``. All launches come before a wait. A collective."""
     for bucket in buckets:
         if bucket.status is ZeroParamStatus.NOT_AVAILABLE:
             bucket.launch(kind)
@@ -243,7 +243,6 @@ def _all_gather_params(buckets: Sequence[PartitionedBucket], kind: str) -> None:
         # A bucket that the coordinator has prefetched is on its way already.
         if bucket.status is ZeroParamStatus.INFLIGHT:
             bucket.wait()
-        bucket.show()
 
 
 @torch.no_grad()
@@ -356,9 +355,6 @@ TRIM_BYTES = 64 << 20
 
 _TO_EMPTY = nn.Module.to_empty
 
-# The contexts entered and not left, the innermost last.
-_ACTIVE: list[Init] = []
-
 
 class Init:
     """Partition every parameter as soon as the module that owns it is constructed.
@@ -385,6 +381,9 @@ class Init:
         >>> layer.weight.shape, layer.weight.ds_numel, layer.weight.ds_status.name
         (torch.Size([8, 8]), 64, 'NOT_AVAILABLE')
     """
+
+    entered: ClassVar[list[Init]] = []
+    """The contexts entered and not left, the innermost last; of the process, as the constructors that they wrap are."""
 
     def __init__(
         self,
@@ -447,7 +446,7 @@ class Init:
         if self.dtype is not None:
             torch.set_default_dtype(self.dtype)
         # A context inside a context adds its dtype alone; classes are wrapped once.
-        if not _ACTIVE:
+        if not self.entered:
             for cls in _subclasses(nn.Module):
                 self._wrap(cls)
             # A module class that is defined inside the context is wrapped like the others.
@@ -455,15 +454,15 @@ class Init:
             nn.Module.__init_subclass__ = hook  # type: ignore[method-assign]
             given_memory: Any = _to_empty
             nn.Module.to_empty = given_memory  # type: ignore[method-assign]
-        _ACTIVE.append(self)
+        self.entered.append(self)
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
         if not self.enabled:
             return
-        _ACTIVE.pop()
+        self.entered.pop()
         torch.set_default_dtype(self._default_dtype)
-        if not _ACTIVE:
+        if not self.entered:
             del nn.Module.__init_subclass__
             nn.Module.to_empty = _TO_EMPTY  # type: ignore[method-assign]
             for cls, original in reversed(self._wrapped):
@@ -493,25 +492,23 @@ class Init:
             finally:
                 if outermost:
                     self._under_construction.discard(id(module))
-            if outermost and _ACTIVE:
-                _ACTIVE[0]._partition_again(only_unseen=True)
-                _ACTIVE[-1]._partition_own(module)
+            if outermost and self.entered:
+                self.entered[0]._partition_again(only_unseen=True)
+                self.entered[-1]._partition_own(module)
 
         self._wrapped.append((cls, original))
         cls.__init__ = construct  # type: ignore[assignment, method-assign]
 
     def _partition_own(self, module: nn.Module) -> None:
+        """Cut a module's own parameters, not those of modules inside it."""
         for name, param in module._parameters.items():
-            # A tied parameter has been cut with the first of its modules; a lazy one has no shape yet.
-            if param is None or isinstance(param, ZeroParameter) or nn.parameter.is_lazy(param) or param.is_meta:
-                continue
-            if param.is_floating_point() and param.numel() > 0:
+            if param is not None and _has_values(param) and param.is_floating_point() and param.numel() > 0:
                 self._partition_param(param, f"{type(module).__name__}.{name}")
 
     @torch.no_grad()
     def _partition_param(self, param: nn.Parameter, name: str) -> None:
         """Cut one parameter for ``Init``; the engine's own cut is ``stage3.py:PartitionedParamGroup._partition``."""
-        comm, made = self.comm, as_zero_parameter(param, name)
+        comm, zero_param = self.comm, as_zero_parameter(param, name)
         # Rank 0's values count: constructors may draw random numbers that are not seeded alike.
         values = param.data.to(comm.device, self.dtype or param.dtype).contiguous().reshape(-1)
         comm.broadcast("setup.broadcast", values)
@@ -519,12 +516,12 @@ class Init:
         pool = self._pools.setdefault(values.dtype, BufferPool(values.dtype, comm.device))
         shard = torch.zeros(layout.shard_numel, dtype=values.dtype, device=self._shard_device, pin_memory=self._pin)
         gather = PlainAllGather(layout, values.dtype, comm, DeviceShard(), name)
-        bucket = PartitionedBucket(INIT_KEY, layout, [made], shard, gather, pool)
+        bucket = PartitionedBucket(INIT_KEY, layout, [zero_param], shard, gather, pool)
         # It keeps this rank's elements of ``values``; the rest is freed with them.
-        bucket.write(made, values)
+        bucket.write(zero_param, values)
         self._freed_bytes += values.nbytes
         del values
-        made.hide(shard.dtype, self._shard_device)
+        zero_param.hide(shard.dtype, self._shard_device)
         if self._freed_bytes >= TRIM_BYTES:
             self._freed_bytes = 0
             return_freed_memory()
@@ -544,7 +541,9 @@ class Init:
         buckets = _buckets_of(params)
         try:
             _all_gather_params(buckets, SETUP)
-            self._open.update((bucket, references(bucket.whole)) for bucket in buckets)
+            for bucket in buckets:
+                bucket.show()
+                self._open[bucket] = references(bucket.gathered)
             result = _with_views(func, args, kwargs, params)
         except BaseException:
             # Now, as the traceback holds views: they would pass for views through which the program may write.
@@ -558,7 +557,7 @@ class Init:
         """Partition what a write made whole; with ``only_unseen``, where no view of it is held any more."""
         for bucket, alone in list(self._open.items()):
             # A view is held, through which a later line of the constructor may write.
-            if only_unseen and references(bucket.whole) > alone:
+            if only_unseen and references(bucket.gathered) > alone:
                 continue
             del self._open[bucket]
             try:
@@ -579,6 +578,12 @@ class Init:
             self._open.pop(bucket, None)
             if bucket.status is not ZeroParamStatus.NOT_AVAILABLE:
                 bucket.release(discard=True)
+
+
+def _has_values(param: nn.Parameter) -> bool:
+    """Whether ``param`` can be cut: neither cut already, with the first of its modules, nor without memory so far."""
+    # A lazy parameter has no shape yet. One on ``meta`` gets its values by ``to_empty`` or :func:`materialize`.
+    return not (isinstance(param, ZeroParameter) or nn.parameter.is_lazy(param) or param.is_meta)
 
 
 def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParameter]) -> Any:
@@ -608,7 +613,7 @@ def _to_empty(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """A module from ``meta`` gets memory (``torch.nn.utils.skip_init``): it is cut like one that was constructed."""
     made = _TO_EMPTY(module, *args, **kwargs)
     for inside in made.modules():
-        _ACTIVE[-1]._partition_own(inside)
+        Init.entered[-1]._partition_own(inside)
     return made
 
 
@@ -646,11 +651,10 @@ def materialize(model: nn.Module, context: Init) -> None:
             )
         if problem:
             raise ConfigError(problem)
-        for param in metas.values():
-            if param.is_meta:
-                # The object stays the same one: optimizers and tied modules hold it.
-                made = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
-                torch.utils.swap_tensors(param, made)
+        for param in dict.fromkeys(metas.values()):  # each once, whatever its names
+            # The object stays the same one: optimizers and tied modules hold it.
+            made = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+            torch.utils.swap_tensors(param, made)
         for key, buffer in empty.items():
             module._buffers[key] = torch.zeros_like(buffer, device=device)
         reset()
@@ -719,9 +723,10 @@ class GatheredParameters:
             bucket.gather_refs += 1
             bucket.release_when_unreferenced |= bucket.status is ZeroParamStatus.NOT_AVAILABLE
         _all_gather_params(self.buckets, ON_REQUEST)
-        # A bucket that was here may hold what was decoded from quantised messages; the program reads the very values.
         for bucket in self.buckets:
-            bucket.gather_again(ON_REQUEST, bucket.gather.exact)
+            bucket.show()
+            # What was here may have been decoded from quantised messages; the program reads the very values.
+            bucket.gather_again(ON_REQUEST, exact=True)
 
     @torch.no_grad()
     def __exit__(self, kind: Any, *_: object) -> None:
@@ -749,9 +754,9 @@ class GatheredParameters:
                     continue
                 # A module of a pass uses it too, and goes on with the values that it would have had without us.
                 if complete:
-                    bucket.gather_again(ON_REQUEST, bucket.gather)
+                    bucket.gather_again(ON_REQUEST, exact=False)
                 if bucket in self._hidden:
-                    bucket.hide()
+                    bucket.hide_unused()
 
     def _refuse_other_writes(self) -> None:
         """Refuse a write that was not taken over: without ``modifier_rank``, or to a neighbour in the same bucket."""

@@ -43,38 +43,38 @@ class ZeroParamStatus(Enum):
 
 
 class PartitionedBucket:
-    """A bucket, this rank's shard of it, its parameters, and while it is gathered the buffer that they are views of.
+    """A bucket of the layout with its tensors: this rank's shard, and while it is gathered the whole of it.
 
-    ``key`` is the coordinator's number for it, or ``INIT_KEY``; ``params`` are those of the bucket's slots, in order;
-    ``shard`` is 1-D, ``[bucket.shard_numel]``, in the compute dtype; ``owner`` is the group, None for the buckets of
+    ``key`` is the coordinator's number for it, or ``INIT_KEY``; ``layout`` says where the parameters lie in it, and
+    ``params`` are those of its slots, in order; ``shard`` is 1-D, ``[layout.shard_numel]``, in the compute dtype;
+    ``gather`` is the strategy by which values for computing come; ``owner`` is the group, None for the buckets of
     ``zero.Init``, which has no masters.
     """
 
     def __init__(
         self,
         key: int,
-        bucket: Bucket,
+        layout: Bucket,
         params: Sequence[ZeroParameter],
         shard: torch.Tensor,
         gather: PlainAllGather,
         pool: BufferPool,
         owner: PartitionedParamGroup | None = None,
     ) -> None:
-        self.key, self.bucket, self.params, self._shard = key, bucket, list(params), shard
-        self.gather, self.pool, self.owner, self.numel = gather, pool, owner, bucket.numel
+        self.key, self.layout, self.params, self._shard = key, layout, list(params), shard
+        self.gather, self.pool, self.owner = gather, pool, owner
         # Unique in this process, and the same on all ranks, which gather in its order; keys are one engine's.
         self.number = next(_NUMBERS)
         # With one rank the shard is the bucket: it is used where it is, unless the device would have to copy it.
-        on_device = not gather.shard_on_host and shard.device.type == pool.device.type
+        on_device = not gather.source.on_host and shard.device.type == pool.device.type
         self.in_place = gather.comm.world_size == 1 and on_device
         self.status = ZeroParamStatus.NOT_AVAILABLE
         # Counts changes of the values: a backward pass through older ones is refused.
         self.generation = 0
-        self.buffer: torch.Tensor | None = None
-        self._whole: torch.Tensor | None = None
-        # The strategy by which the values here came, or are coming: exactly, or quantised.
+        self._gathered: torch.Tensor | None = None
+        # The strategy by which the values here came, or are coming: ``gather``, or its exact one.
         self.gathered_by = gather
-        # AVAILABLE, and the parameters are views of the buffer.
+        # AVAILABLE, and the parameters are views of what is gathered.
         self.shown = False
         # ``GatheredParameters`` contexts that need the values here; meanwhile only the last of them releases, if nobody
         # else needs them by then.
@@ -86,8 +86,13 @@ class PartitionedBucket:
         self.on_demand: Callable[[list[PartitionedBucket], str], AbstractContextManager[None] | None] | None = None
         self.writes = WriteGuard(self)
         self._wait_for_update: Callable[[], None] | None = None
-        for param, slot in zip(self.params, bucket.slots, strict=True):
+        for param, slot in zip(self.params, layout.slots, strict=True):
             param._zero.bucket, param._zero.slot = self, slot
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole bucket, padding included."""
+        return self.layout.numel
 
     @property
     def shard(self) -> torch.Tensor:
@@ -104,11 +109,11 @@ class PartitionedBucket:
         self.generation += 1
 
     @property
-    def whole(self) -> torch.Tensor:
-        """1-D ``[numel]``, the gathered bucket; while INFLIGHT it belongs to the all-gather."""
-        if self._whole is None:
+    def gathered(self) -> torch.Tensor:
+        """1-D ``[numel]``, the whole bucket, in a buffer of the pool; while INFLIGHT it belongs to the all-gather."""
+        if self._gathered is None:
             raise RuntimeError(f"bucket {self.key} is {self.status.name}: its values are not here")
-        return self._whole
+        return self._gathered
 
     @property
     def names(self) -> str:
@@ -121,37 +126,36 @@ class PartitionedBucket:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def launch(self, kind: str, gather: PlainAllGather | None = None) -> None:
+    def launch(self, kind: str, exact: bool = True) -> None:
         """NOT_AVAILABLE → INFLIGHT: take a buffer and launch the all-gather, ``kind`` in the ledger, into it.
 
-        For computing with the values ``gather`` is :attr:`gather`; None brings the very values, never quantised ones.
+        With ``exact`` the very values come, as the program reads them; without it those with which modules compute,
+        which qwZ quantises.
         """
         self._expect(ZeroParamStatus.NOT_AVAILABLE, "launched")
         check_on_device(self)
-        self.buffer = self.pool.take(self.numel, self._shard if self.in_place else None)
-        self._whole = self.buffer[: self.numel]  # buffers are reused: it may be longer
+        buffer = self.pool.take(self.numel, self._shard if self.in_place else None)
+        self._gathered = buffer[: self.numel]  # buffers are reused: it may be longer
         # From here on a view of this memory is a view of these values, whoever holds one.
-        self.pool.owners[storage_ptr_of(self.buffer)] = (self, self.generation)
-        self.gathered_by = gather or self.gather.exact
+        self.pool.owners[storage_ptr_of(buffer)] = (self, self.generation)
+        self.gathered_by = self.gather.exact if exact else self.gather
         self.gathered_by.launch(kind, self)
         self.status = ZeroParamStatus.INFLIGHT
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def wait(self, show: bool = True) -> None:
-        """INFLIGHT → AVAILABLE: the values are here; with ``show`` the parameters become views of them."""
+    def wait(self) -> None:
+        """INFLIGHT → AVAILABLE: the values are here; the parameters are placeholders until :meth:`show`."""
         self._expect(ZeroParamStatus.INFLIGHT, "waited for")
         # The current stream waits, not the host: what is computed with the values is ordered behind their arrival.
         self.gathered_by.finish()
         self.writes.snapshot()
         self.status = ZeroParamStatus.AVAILABLE
-        if show:
-            self.show()
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def show(self) -> None:
-        """AVAILABLE: the parameters become views of the buffer, if they are not."""
+        """AVAILABLE: the parameters become views of what is gathered, if they are not."""
         if not self.shown:
             # Views, not copies: a bucket of a thousand parameters costs a thousand small objects and no memory.
             for param in self.params:
@@ -160,50 +164,57 @@ class PartitionedBucket:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def hide(self, force: bool = False) -> None:
-        """AVAILABLE still, but the parameters become placeholders.
-
-        Unless ``force``, not where a context needs them, or one was written: :meth:`release` will find that write.
-        """
-        if self.shown and (force or not (self.gather_refs or self.writes.written() is not None)):
+    def hide(self) -> None:
+        """AVAILABLE still, but the parameters become placeholders, if they are not."""
+        if self.shown:
             for param in self.params:
                 param.hide(self._shard.dtype, self.gather.comm.device)
             self.shown = False
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def release(self, discard: bool = False) -> None:
+    def hide_unused(self) -> None:
+        """:meth:`hide`, but not what a context needs, nor a parameter that was written: :meth:`release` finds that."""
+        if self.shown and not self.gather_refs and self.writes.written() is None:
+            self.hide()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def release(self, discard: bool = False) -> bool:
         """AVAILABLE → NOT_AVAILABLE: the parameters become placeholders, the buffer goes back to the pool.
 
-        With ``discard`` nobody looks at what was written: an exception has ended a write in the middle.
+        With ``discard`` nobody looks at what was written: an exception has ended a write in the middle. Returns whether
+        nothing shows the buffer any more: no view of it is held.
 
         Raises:
             PartitionedUseError: a parameter was written. It is released all the same.
         """
         if self.status is ZeroParamStatus.INFLIGHT:
-            self.wait(show=False)  # a prefetch that was not used; until it has arrived the buffer is the all-gather's
+            self.wait()  # a prefetch that was not used; until it has arrived the buffer is the all-gather's
         self._expect(ZeroParamStatus.AVAILABLE, "released")
         written = None if discard else self.writes.written()
+        address = storage_ptr_of(self.gathered)
         if discard:  # a view that is kept shows what was written, which is no parameter's value
-            self.pool.owners.pop(storage_ptr_of(self.whole), None)
+            self.pool.owners.pop(address, None)
         # All references of ours go before the pool counts those that are left: only the program's keep a buffer from
         # being used again.
-        self.hide(force=True)
-        buffer, self.buffer, self._whole = self.buffer, None, None
+        self.hide()
+        self._gathered = None
         self.status = ZeroParamStatus.NOT_AVAILABLE
-        if buffer is not None and not self.in_place:
-            self.pool.give(buffer)
+        unseen = self.in_place or self.pool.give(address)
         if written is not None:
             raise write_lost(written, "is lost")
+        return unseen
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def gather_again(self, kind: str, gather: PlainAllGather) -> None:
-        """AVAILABLE: gather the exact values, or those with which modules compute, into the same place. A collective.
+    def gather_again(self, kind: str, exact: bool) -> None:
+        """AVAILABLE: gather the other values, as for :meth:`launch`, into the same memory. A collective.
 
         Without quantisation they are the same, and nothing happens. **Whether values were exact for a while must not be
         seen later**: had this bucket been released in between, its next use would have had quantised ones.
         """
+        gather = self.gather.exact if exact else self.gather
         if self.status is not ZeroParamStatus.AVAILABLE or gather.quantizes is self.gathered_by.quantizes:
             return
         if self.gathered_by.quantizes:
@@ -221,9 +232,9 @@ class PartitionedBucket:
     # ---- reading and writing -----------------------------------------------------------------------------------------
 
     def value(self, param: ZeroParameter) -> torch.Tensor:
-        """The whole parameter, AVAILABLE only: a view of the buffer in the parameter's shape and strides."""
+        """The whole parameter, AVAILABLE only: a view of what is gathered, in the parameter's shape and strides."""
         record = param._zero
-        return self.whole.as_strided(record.shape, record.stride, record.placed()[1].offset - self.bucket.offset)
+        return self.gathered.as_strided(record.shape, record.stride, record.placed()[1].offset - self.layout.offset)
 
     def fragment_of(self, slot: ParamSlot) -> torch.Tensor:
         """1-D: this rank's elements of one parameter, in its shard."""
@@ -232,8 +243,8 @@ class PartitionedBucket:
 
     def range_of(self, slot: ParamSlot) -> tuple[int, int, int]:
         """(first, one past the last) element of the parameter that this rank keeps; where they lie in its shard."""
-        mine = self.bucket.part_start(self.gather.comm.rank)
-        lo, hi = max(slot.offset, mine), min(slot.end, mine + self.bucket.shard_numel)
+        mine = self.layout.part_start(self.gather.comm.rank)
+        lo, hi = max(slot.offset, mine), min(slot.end, mine + self.layout.shard_numel)
         return (lo - slot.offset, hi - slot.offset, lo - mine) if lo < hi else (0, 0, 0)
 
     @torch.no_grad()
@@ -241,16 +252,18 @@ class PartitionedBucket:
         """New values for one parameter, 1-D and whole, the same on every rank: this rank keeps its fragment."""
         if self.owner is not None and self.owner.before_write is not None:
             self.owner.before_write()
+        # A shard in host memory may be on its way to the device.
+        self.gather.source.finish()
         start, stop, first = self.range_of(param._zero.placed()[1])
         self.shard[first : first + stop - start].copy_(values[start:stop])
         self.generation += 1
         # What is gathered, or on its way, follows: in place, after the all-gather, which would overwrite it.
         if self.status is not ZeroParamStatus.NOT_AVAILABLE:
             self.gathered_by.finish()
-            self.pool.owners[storage_ptr_of(self.whole)] = (self, self.generation)
-            whole = self.value(param)
-            if values.data_ptr() != whole.data_ptr():
-                whole.copy_(values.view(whole.shape))
+            self.pool.owners[storage_ptr_of(self.gathered)] = (self, self.generation)
+            shown = self.value(param)
+            if values.data_ptr() != shown.data_ptr():
+                shown.copy_(values.view(shown.shape))
             self.writes.snapshot_samples()
         if self.owner is not None:
             self.owner.accept_write(self, param)

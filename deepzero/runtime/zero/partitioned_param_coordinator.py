@@ -28,7 +28,7 @@ import torch
 from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.streams import storage_ptr_of
-from deepzero.runtime.zero.buffer_pool import BufferForecast
+from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits, FetchPlan, ModuleUse, compile_plan
 from deepzero.runtime.zero.guards import PartitionedUseError
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, EVALUATION, FORWARD, ON_REQUEST, ON_REQUEST_BROADCAST
@@ -44,6 +44,7 @@ def in_backward() -> bool:
 
 
 NO_ACTION = ModuleUse((), False, "")
+"""What a plan says about a use that it does not have."""
 
 WARN_AFTER_DROPS = 10
 """Plans dropped before a warning that they do not last."""
@@ -59,12 +60,12 @@ class InflightParamRegistry:
         """Add a bucket that has been launched."""
         self._buckets[bucket.key] = bucket
 
-    def wait(self, key: int, show: bool = False) -> None:
-        """Wait for one bucket, if it is under way; with ``show``, let its parameters show their values."""
+    def wait(self, key: int) -> None:
+        """Wait for one bucket, if it is under way."""
         bucket = self._buckets.pop(key, None)
         # GatheredParameters may have waited for it in between.
         if bucket is not None and bucket.status is ZeroParamStatus.INFLIGHT:
-            bucket.wait(show)
+            bucket.wait()
 
     def wait_all(self) -> None:
         """Wait for all, in the order of their launches."""
@@ -84,22 +85,22 @@ class ModuleTrace:
         self.position = -1
         self.dropped = 0
 
-    def advance(self, keys: tuple[int, ...], backward: bool, where: str, on_demand: bool, run: int) -> ModuleUse | None:
-        """The next use. Returns what the plan says about it; None while recording."""
+    def advance(self, use: ModuleUse) -> ModuleUse | None:
+        """The next use. Returns the plan's, which says what happens at it; None while recording."""
         following = self.position + 1
         if self.plan is not None:
             # A use on demand is noticed only where the bucket is not there: this time it may be missing.
-            uses, found = self.plan.uses, following
-            while found < len(uses) and uses[found].keys != keys and uses[found].on_demand:
-                found += 1
-            if found < len(uses) and uses[found].keys == keys:
-                self.position = found
-                return uses[found]
-            if on_demand:
+            uses, position = self.plan.uses, following
+            while position < len(uses) and uses[position].keys != use.keys and uses[position].on_demand:
+                position += 1
+            if position < len(uses) and uses[position].keys == use.keys:
+                self.position = position
+                return uses[position]
+            if use.on_demand:
                 # One that the plan does not have: it is fetched, and the plan goes on behind it.
                 return NO_ACTION
-            self._drop(self.plan, following, where)
-        self._recorded.append(ModuleUse(keys, backward, where, on_demand, run))
+            self._drop(self.plan, following, use.where)
+        self._recorded.append(use)
         self.position = following
         return None
 
@@ -143,15 +144,20 @@ class ModuleTrace:
 class PartitionedParameterCoordinator:
     """Fetches and releases buckets along the trace.
 
-    A bucket's position in ``buckets`` is its key. While nothing is known about the order, ``recording_numel`` elements
-    are held.
+    A bucket's position in ``buckets`` is its key. Gathered buckets lie in the first of ``pools``, quantised messages
+    (qwZ) in the second. While nothing is known about the order, ``recording_numel`` elements are held.
     """
 
     def __init__(
-        self, buckets: Sequence[PartitionedBucket], limits: FetchLimits, recording_numel: int, comm: Communicator
+        self,
+        buckets: Sequence[PartitionedBucket],
+        limits: FetchLimits,
+        recording_numel: int,
+        comm: Communicator,
+        pools: Sequence[BufferPool],
     ) -> None:
-        self.buckets, self.limits, self.comm, self.ledger = list(buckets), limits, comm, comm.ledger
-        self.ledger.untracked_kinds |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST}
+        self.buckets, self.limits, self.comm = list(buckets), limits, comm
+        comm.ledger.untracked_kinds |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST}
         # Called when plans, or the ways in which buckets travel, are new; the memory model predicts from them.
         self.on_plan: Callable[[], None] = lambda: None
         self._recording_numel = min(recording_numel, limits.live_numel)
@@ -164,9 +170,8 @@ class PartitionedParameterCoordinator:
         self._current: frozenset[int] = frozenset()
         # Keys of the buckets that are gathered or in flight, by last use, the oldest first.
         self._live: dict[int, None] = {}
-        self._pools = list({id(bucket.pool): bucket.pool for bucket in buckets}.values())
-        takes = {bucket.key: bucket.numel for bucket in buckets if not bucket.in_place}
-        self._buffers = BufferForecast(takes, limits.live_numel, comm.device_type == "cpu")
+        self.pool, self.pools = pools[0], pools
+        self.pool.bucket_numels = {bucket.key: bucket.numel for bucket in buckets if not bucket.in_place}
         self._to_simulate = False
         # The block of activation checkpointing that the backward pass runs again now (0: none); how many it has run.
         self._run = self._runs = 0
@@ -199,7 +204,7 @@ class PartitionedParameterCoordinator:
             if changed:
                 self._plans_changed()
             if self.training.position < 0:
-                self._end_pass()
+                self.pool.end_pass()
 
     def _switch(self, trace: ModuleTrace) -> None:
         if trace is not self._trace:
@@ -230,12 +235,12 @@ class PartitionedParameterCoordinator:
         if backward and self._trace is self.evaluation:
             # An evaluation between a forward pass and its backward pass has ended.
             self._switch(self.training)
-        planned = self._trace.advance(keys, backward, where, on_demand, self._run)
+        use = ModuleUse(keys, backward, where, on_demand, self._run)
+        planned = self._trace.advance(use)
         forward = FORWARD if self._trace is self.training else EVALUATION
-        if not self._buffers.moments:
+        if not self.pool.uses:
             self._begin_pass()
-        taken: list[int] = []
-        self._buffers.moments.append((keys, self._run, [], taken))
+        self.pool.uses.append(use)
         # Release before fetching: the buffers that become free are those that the fetch takes.
         self.release_sub_module(keys, planned)
         # Mine first, as it is needed first. The order is that of the plan or of the keys, so the same on all ranks:
@@ -249,9 +254,9 @@ class PartitionedParameterCoordinator:
             bucket = self.buckets[key]
             self._count_live(key, where, note)
             if bucket.status is ZeroParamStatus.NOT_AVAILABLE:  # else GatheredParameters has it
-                taken.append(key)
+                use.fetch += (key,)
                 with profiler_ranges.span("fetch", key, where, note):
-                    bucket.launch(kind, bucket.gather)
+                    bucket.launch(kind, exact=False)
                 self.inflight.add(bucket)
         if not on_demand:
             self._current = frozenset(keys)
@@ -259,8 +264,8 @@ class PartitionedParameterCoordinator:
         # computes with them, those of the next modules travel.
         with profiler_ranges.standing_at(where):
             for key in keys:
-                self.inflight.wait(key, show)
-                if show and not self.buckets[key].shown:  # it may have been here
+                self.inflight.wait(key)
+                if show and not self.buckets[key].shown:
                     self.buckets[key].show()
                 # Last in the order of use.
                 self._live.pop(key, None)
@@ -302,28 +307,19 @@ class PartitionedParameterCoordinator:
             # does this one.
             problem = error
         if self.training.close():
-            self._buffers.recorded()
+            self.pool.recorded()
             self._plans_changed()
         elif self._to_simulate:
             self.predict_anew()
         self._runs = 0
-        self._end_pass()
+        self.pool.end_pass()
         if problem is not None:
             raise problem
 
     def _begin_pass(self) -> None:
-        for pool in self._pools:
-            pool.begin_pass()
-        for messages in {bucket.gather.buffers for bucket in self.buckets}:
-            if messages is not None:  # of one size, kept from pass to pass
-                messages.most_numel = messages.numel()
-
-    def _end_pass(self) -> None:
-        # Between two passes nothing is gathered, so the pools can be made to hold exactly what the plans need: what a
-        # step holds does not depend on what an evaluation before it gathered.
-        self._buffers.moments = []
-        for pool in self._pools:
-            self._buffers.settle(pool)
+        self.pool.begin_pass()
+        for messages in self.pools[1:]:  # of one size, kept from pass to pass
+            messages.most_numel = messages.numel()
 
     def _plans_changed(self) -> None:
         # Simulating costs several passes over the plan. Where plans do not last, it waits until one has lasted a step.
@@ -333,7 +329,7 @@ class PartitionedParameterCoordinator:
         """Let training follow a rehearsed plan from its next use on, which has to be the first of a step."""
         self.training.plan = plan
         self.predict_anew()
-        self._end_pass()
+        self.pool.end_pass()
 
     def plans(self) -> list[FetchPlan]:
         """The plans that there are, training's first."""
@@ -348,32 +344,28 @@ class PartitionedParameterCoordinator:
         if not plans:
             return
         if simulate:
-            self._buffers.expect(plans)
+            self.pool.expect(plans)
         self._to_simulate = not simulate
         self.on_plan()
-
-    def most_gathered_numel(self) -> int:
-        """The most elements that the plans hold gathered at any time, with what is kept of buffers."""
-        return self._buffers.most_numel
 
     def reset(self) -> None:
         """A pass broke off; what it has written to parameters goes with it."""
         self.release_all(discard=True)
         self.training.reset()
         self._run = self._runs = 0
-        self._end_pass()
+        self.pool.end_pass()
 
     def hide_all(self) -> None:
         """No module is under way any more: what is gathered stays, but parameters do not show it."""
         for key in self._live:
             if self.buckets[key].shown:
-                self.buckets[key].hide()
+                self.buckets[key].hide_unused()
 
     def release_all(self, discard: bool = False) -> None:
         """Nothing is gathered afterwards; with ``discard`` without a complaint about writes."""
         self._current = frozenset()
-        if self._buffers.moments:
-            self._buffers.moments.append(((), 0, list(self._live), []))
+        if self.pool.uses:
+            self.pool.uses.append(ModuleUse((), False, "", release=tuple(self._live)))
         # Buffers of prefetches that were not used belong to their all-gathers until these end.
         self.inflight.wait_all()
         refused: Exception | None = None
@@ -396,24 +388,17 @@ class PartitionedParameterCoordinator:
             return None
         # A view of a released bucket counts too while nothing has overwritten the buffer: what autograd saves as a
         # weight must not depend on when that happens.
-        place = storage_ptr_of(tensor)
-        for pool in self._pools:
-            bucket, generation = pool.owners.get(place, (None, 0))
-            if bucket is not None and bucket.generation == generation:
-                return bucket
-        return None
+        bucket, generation = self.pool.owners.get(storage_ptr_of(tensor), (None, 0))
+        return bucket if bucket is not None and bucket.generation == generation else None
 
     # ---- how -------------------------------------------------------------------------------------------------------
 
     def _release_in_pass(self, key: int) -> None:
-        bucket = self.buckets[key]
-        buffer = bucket.buffer
-        self._release(key)
-        self._buffers.released(key, buffer is None or bucket.pool.is_alone(buffer))
+        self.pool.released(key, self._release(key))
 
     def _count_live(self, key: int, where: str, note: str) -> None:
         bucket = self.buckets[key]
-        self.ledger.note("fetch", f"{note} at {where}" if note else where, f"bucket {key}")
+        self.comm.ledger.note("fetch", f"{note} at {where}" if note else where, f"bucket {key}")
         self.live_numel += bucket.numel
         self.max_live_numel = max(self.max_live_numel, self.live_numel)
         if self.live_numel > self.limits.live_numel and not self._warned_live and self.comm.rank == 0:
@@ -425,10 +410,11 @@ class PartitionedParameterCoordinator:
         self._live[key] = None
         bucket.release_when_unreferenced = False
 
-    def _release(self, key: int, discard: bool = False) -> None:
+    def _release(self, key: int, discard: bool = False) -> bool:
+        """Returns whether nothing shows the bucket's values any more."""
         bucket = self.buckets[key]
         if key not in self._live:
-            return
+            return bucket.status is ZeroParamStatus.NOT_AVAILABLE
         del self._live[key]
         self.live_numel -= bucket.numel
         # A prefetch that nobody used: until it has arrived the buffer is the all-gather's.
@@ -436,10 +422,10 @@ class PartitionedParameterCoordinator:
         if bucket.gather_refs:
             # The program reads it inside GatheredParameters, whose end will release it.
             bucket.release_when_unreferenced = True
-        else:
-            self.ledger.note("release", "", f"bucket {key}")
-            with profiler_ranges.span("release", key, bucket.params[0]._zero.name if bucket.params else ""):
-                bucket.release(discard)
+            return False
+        self.comm.ledger.note("release", "", f"bucket {key}")
+        with profiler_ranges.span("release", key, bucket.params[0]._zero.name if bucket.params else ""):
+            return bucket.release(discard)
 
 
 def keys_of(params: Iterable[ZeroParameter]) -> tuple[int, ...]:

@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -37,7 +35,7 @@ from deepzero.runtime.zero.fetch_plan import FetchLimits
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import register_owner, unregister_owner
 from deepzero.runtime.zero.module_hooks import ModuleHooks
-from deepzero.runtime.zero.optimizer_shard import GroupLayout, ParamGroup
+from deepzero.runtime.zero.optimizer_shard import GroupLayout, HostAllocator, ParamGroup
 from deepzero.runtime.zero.parameter_all_gather import (
     SETUP,
     DeviceShard,
@@ -51,6 +49,7 @@ from deepzero.runtime.zero.partition_parameters import (
     PersistentParameter,
     ZeroParameter,
     ZeroParamStatus,
+    _all_gather_params,
     as_zero_parameter,
     unpartition,
 )
@@ -61,7 +60,10 @@ from deepzero.runtime.zero.zeropp import build_quantizer
 
 log = logging.getLogger(__name__)
 
-GatherBuilder = Callable[[PlainAllGather], PlainAllGather]
+GatherBuilder = Callable[[Bucket, int, bool], PlainAllGather]
+"""The all-gather of a bucket, given its key, and whether its shard lies in host memory."""
+HostSource = Callable[[Bucket, Communicator, str], DeviceShard]
+"""How the shard of a bucket that lies in host memory reaches the device; the last argument names it in traces."""
 
 # ---- 0 build: which parameters are cut, over which buckets, and how these travel -------------------------------------
 
@@ -101,7 +103,7 @@ def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
 
     They are upper limits, with defaults (5e7, 1e9, 1e9) that are made for models of many billions: taken literally, a
     model below 1e9 elements would be gathered once and never released between forward and backward. So looking ahead
-    and keeping are limited to what one bucket holds, which for a model of N elements is about N/16.
+    and keeping are limited to one bucket: N/16 of N elements, at least ``MIN_BUCKET_NUMEL`` or one large parameter.
     """
     return FetchLimits(
         prefetch_numel=min(config.stage3_prefetch_bucket_size, limit),
@@ -112,19 +114,19 @@ def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
 
 def gather_builders(
     config: ZeroConfig, comm: Communicator, dtype: torch.dtype, layouts: Mapping[bool, Sequence[FlatLayout]]
-) -> tuple[dict[bool, GatherBuilder], BufferPool | None]:
+) -> tuple[dict[bool, Callable[[PlainAllGather], PlainAllGather]], list[BufferPool]]:
     """What makes a bucket's all-gather into the configured one, for frozen parameters under True. A collective.
 
-    Also returns the buffers of quantised messages, if there are any. ``layouts`` are those of all partitioned groups.
+    Also returns the pool of quantised messages, if there are any. ``layouts`` are those of all partitioned groups.
     """
     if comm.world_size == 1:
-        return dict.fromkeys((False, True), build_all_gather), None
+        return dict.fromkeys((False, True), build_all_gather), []
     # In a group of one rank hpZ would keep what is there anyway; MiCS keeps the whole model on every rank then.
     size, mics = config.secondary_size, config.mics_shard_size > 0
     group = comm.split(size)[0] if size > 1 or mics else None
     weights = config.zero_quantized_weights
     quantized = {False: weights, True: weights or config.zero_quantized_nontrainable_weights}
-    settings, quantization, buffers = config.quantization, None, None
+    settings, quantization, pools = config.quantization, None, list[BufferPool]()
     if quantized[True]:
         # Every rank decodes everything twice, and encodes its own shard: whether compiling a kernel pays depends on it.
         chosen = [layout for frozen in (False, True) if quantized[frozen] for layout in layouts[frozen]]
@@ -132,12 +134,12 @@ def gather_builders(
         quantizer = build_quantizer("weights", settings.weight_bits, settings, numel, [dtype], comm)
         # One size for all: a buffer of the pool fits whatever bucket comes next.
         shard_numel = max((layout.largest_bucket for layout in chosen), default=0) // comm.world_size
-        buffers = _pool(torch.uint8, config, comm)
-        quantization = (quantizer, buffers, comm.world_size * quantizer.format.message_bytes(shard_numel))
+        pools = [_pool(torch.uint8, config, comm)]
+        quantization = (quantizer, pools[0], comm.world_size * quantizer.format.message_bytes(shard_numel))
     return {
         frozen: partial(build_all_gather, group=group, mics=mics, frozen=frozen, quantization=how)
         for frozen, how in ((False, quantization if quantized[False] else None), (True, quantization))
-    }, buffers
+    }, pools
 
 
 def _pool(dtype: torch.dtype, config: ZeroConfig, comm: Communicator) -> BufferPool:
@@ -157,38 +159,6 @@ def _name_idle_switches(config: ZeroConfig, layouts: Mapping[bool, Sequence[Flat
             )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Partitioning:
-    """What step 0 of stage 3 leaves behind."""
-
-    groups: list[ParamGroup]
-    """Of trainable parameters, in the optimizer's order: those of the next two lists."""
-    partitioned: list[PartitionedParamGroup]
-    persistent: list[FlatParamGroup]
-    frozen: list[PartitionedParamGroup]
-    coordinator: PartitionedParameterCoordinator
-    pools: list[BufferPool]
-    """Buffers for gathered buckets; with qwZ also for quantised messages."""
-
-    def gather_buffers(self) -> list[torch.Tensor]:
-        """What is gathered, or on its way, and what is kept for the next time."""
-        return [buffer for pool in self.pools for buffer in pool.buffers()]
-
-    def most_gathered(self) -> int:
-        """The most bytes of :meth:`gather_buffers` in this pass."""
-        return sum(pool.most_numel * pool.dtype.itemsize for pool in self.pools)
-
-    def secondaries(self) -> list[torch.Tensor]:
-        """HpZ and MiCS: the secondary shards, which this rank keeps for its group."""
-        shards = (bucket.gather.secondary_shard for bucket in self.coordinator.buckets)
-        return [shard for shard in shards if shard is not None]
-
-    def clear(self) -> None:
-        """Let go of free buffers."""
-        for pool in self.pools:
-            pool.clear()
-
-
 def partition_model(
     names: Mapping[nn.Parameter, str],
     planned: Sequence[GroupLayout],
@@ -197,12 +167,14 @@ def partition_model(
     config: ZeroConfig,
     comm: Communicator,
     dtype: torch.dtype,
-    offload: HostParams | None,
-) -> Partitioning:
+    allocate: HostAllocator | None,
+    host_source: HostSource | None,
+) -> tuple[list[ParamGroup], PartitionedParameterCoordinator]:
     """Cut the parameters, group by group; on any device, whole or partitioned already by ``zero.Init``.
 
     ``planned`` and ``limit`` are from :func:`plan_partitioning`, ``placements`` those of its groups; ``dtype`` is the
-    compute dtype; without ``offload`` nothing is in host memory.
+    compute dtype; ``allocate`` and ``host_source`` belong to what ``placements`` has in host memory. Returns the groups
+    as they were planned, the frozen ones (``optimizer_group`` None) last, and what fetches their buckets.
     """
     partitioned = {param for group in planned if group.partitioned for param in group.params}
     trained = {param for group in planned if group.optimizer_group is not None for param in group.params}
@@ -220,29 +192,30 @@ def partition_model(
     builders, messages = gather_builders(config, comm, dtype, layouts)
     if comm.rank == 0 and comm.world_size > 1:
         _name_idle_switches(config, layouts)
+
+    def build_gather(frozen: bool, bucket: Bucket, key: int, on_host: bool) -> PlainAllGather:
+        where = f"bucket {key}"
+        source = host_source(bucket, comm, where) if on_host and host_source is not None else DeviceShard()
+        return builders[frozen](PlainAllGather(bucket, dtype, comm, source, where))
+
     groups: list[ParamGroup] = []
-    cut: list[PartitionedParamGroup] = []
-    persistent: list[FlatParamGroup] = []
     buckets: list[PartitionedBucket] = []
     for group, placement in zip(planned, placements, strict=True):
         index, labels = group.optimizer_group, [names[p] for p in group.params]
         if group.partitioned:
-            builder = builders[index is None]
-            cut.append(PartitionedParamGroup(labels, group, comm, pool, len(buckets), placement, offload, builder))
-            buckets.extend(cut[-1].buckets)
+            gather = partial(build_gather, index is None)
+            cut = PartitionedParamGroup(labels, group, comm, pool, len(buckets), placement, allocate, gather)
+            buckets.extend(cut.buckets)
+            groups.append(cut)
         elif index is not None:
-            allocate = offload.allocate if offload is not None else None
-            persistent.append(FlatParamGroup(labels, group, dtype, comm, placement, allocate))
-        if index is not None:
-            groups.append(cut[-1] if group.partitioned else persistent[-1])
+            groups.append(FlatParamGroup(labels, group, dtype, comm, placement, allocate))
     # While the order of modules is recorded, room for two buckets: the one in use and the next.
     largest = max((bucket.numel for bucket in buckets), default=0)
-    coordinator = PartitionedParameterCoordinator(buckets, fetch_limits(config, limit), 2 * largest, comm)
+    limits, pools = fetch_limits(config, limit), [pool, *messages]
+    coordinator = PartitionedParameterCoordinator(buckets, limits, 2 * largest, comm, pools)
     # MiCS, and frozen parameters under hpZ: the first gather finds its secondary shards already.
     send_to_replicas(buckets)
-    pools = [pool] if messages is None else [pool, messages]
-    frozen = [group for group in cut if group.optimizer_group is None]
-    return Partitioning(groups, [g for g in cut if g not in frozen], persistent, frozen, coordinator, pools)
+    return groups, coordinator
 
 
 def is_real(param: nn.Parameter) -> bool:
@@ -273,19 +246,6 @@ def place_buffers(model: nn.Module, comm: Communicator) -> None:
 HOST_PARAMETERS = "host_parameters"
 
 
-class HostParams(Protocol):
-    """Host memory for parameters (``offload_param``), and the way from there: ``offload/optimizer_offload.py``."""
-
-    def allocate(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """1-D host memory, counted in the ledger under ``category``."""
-
-    def finish_reads(self) -> None:
-        """Wait until no copy reads host memory."""
-
-    def source_of(self, bucket: Bucket, comm: Communicator, where: str) -> DeviceShard:
-        """How a bucket's shard in host memory reaches the device."""
-
-
 class PartitionedParamGroup(ParamGroup):
     """One group of partitioned parameters: ``shard_S``, ``master_S``, and the buckets over them.
 
@@ -296,8 +256,8 @@ class PartitionedParamGroup(ParamGroup):
 
     ``names`` and ``planned.params`` are in the order of the layout; the parameters become partitioned, and those that
     ``zero.Init`` has cut are cut anew. ``pool`` has buffers of the compute dtype; ``first_key`` is the coordinator's
-    number of the first bucket; ``placement`` says what lives in ``offload``'s host memory; ``build_gather`` makes each
-    bucket's plain all-gather into the configured one.
+    number of the first bucket; ``placement`` says what lives in host memory, which ``allocate`` gives; ``build_gather``
+    makes each bucket's all-gather.
     """
 
     partitioned = True
@@ -310,17 +270,14 @@ class PartitionedParamGroup(ParamGroup):
         pool: BufferPool,
         first_key: int,
         placement: OffloadPlan,
-        offload: HostParams | None,
+        allocate: HostAllocator | None,
         build_gather: GatherBuilder,
     ) -> None:
         # ---- where shard_S lies; master_S is the base class's
         self.shard_on_host: torch.Tensor | None = None
-        if placement.parameter_numel and offload is not None:
-            self.shard_on_host = offload.allocate(HOST_PARAMETERS, placement.parameter_numel, pool.dtype)
-        allocate = offload.allocate if offload is not None else None
+        if placement.parameter_numel and allocate is not None:
+            self.shard_on_host = allocate(HOST_PARAMETERS, placement.parameter_numel, pool.dtype)
         super().__init__(names, planned, pool.dtype, comm, placement, allocate)
-        # Uploads from the host are asynchronous: a write waits until none reads what it overwrites.
-        self.before_write = offload.finish_reads if offload is not None else None
         # ---- the parameters are partitioned; from here on they are placeholders
         self.params: list[ZeroParameter] = self._partition(planned.params)
         self._index = {param: index for index, param in enumerate(self.params)}
@@ -329,9 +286,7 @@ class PartitionedParamGroup(ParamGroup):
         self.buckets: list[PartitionedBucket] = []
         for bucket in planned.layout.buckets:
             key, inside = first_key + bucket.index, [self.params[slot.index] for slot in bucket.slots]
-            on_host, where = placement.keeps_on_host(bucket), f"bucket {key}"
-            source = offload.source_of(bucket, comm, where) if on_host and offload is not None else DeviceShard()
-            gather = build_gather(PlainAllGather(bucket, self.dtype, comm, source, where))
+            gather = build_gather(bucket, key, placement.keeps_on_host(bucket))
             self.buckets.append(PartitionedBucket(key, bucket, inside, self.param_shard(bucket), gather, pool, self))
 
     @torch.no_grad()
@@ -341,33 +296,33 @@ class PartitionedParamGroup(ParamGroup):
         See [Note: the peak of building]. Where the model is on the device, the fragments wait until what it takes there
         is free.
         """
-        waits = lies_on(params, self.device)
-        if not waits:
+        on_device = lies_on(params, self.device)
+        if not on_device:
             self._allocate()
         waiting: dict[int, torch.Tensor] = {}
-        made = []
+        zero_params = []
         for index, param in enumerate(params):
             register_owner(param, self.names[index])
-            made.append(cut := as_zero_parameter(param, self.names[index]))
+            zero_params.append(cut := as_zero_parameter(param, self.names[index]))
             # Whole on this rank until the end of the loop's turn: the only parameter that is.
             values = self._whole_values(cut)
             number = self._numbers.get(index)
             if number is not None:
                 fragment = self.fragments[number]
                 mine = values[fragment.start : fragment.start + fragment.numel]
-                if waits:
+                if on_device:
                     waiting[number] = mine.clone()  # a view would keep the whole parameter's memory
                 else:
                     self._keep(fragment, mine)
             del values
             cut._zero.bucket = cut._zero.slot = None  # that of zero.Init, whose shard is needed no more
             cut.hide(self.dtype, self.device)
-        if waits:
+        if on_device:
             self._allocate()
         # One by one, so that a fragment is held twice only while it is copied.
         for number in list(waiting):
             self._keep(self.fragments[number], waiting.pop(number))
-        return made
+        return zero_params
 
     def _allocate(self) -> None:
         # Zeros: padding travels with the parameters, and must not be a NaN that was there before.
@@ -380,8 +335,7 @@ class PartitionedParamGroup(ParamGroup):
         bucket = param._zero.bucket
         if bucket is None:
             return take_values(param, self.comm)
-        bucket.launch(SETUP)
-        bucket.wait()
+        _all_gather_params([bucket], SETUP)
         values = bucket.value(param).reshape(-1)
         bucket.release()  # the view outlives it: while it is held, the pool does not use the buffer again
         return values
@@ -451,10 +405,10 @@ class PartitionedParamGroup(ParamGroup):
         """6: cast the masters into the shard, but for those that the CPU has stepped on. Nothing is sent."""
         for bucket in self.buckets:
             # Where the CPU steps, its kernel has written the cast parameters, and ``arrived`` has counted them.
-            if not self.placement.steps_on_host(bucket.bucket):
-                found = self.separate_masters(bucket.bucket.shard_offset, bucket.bucket.shard_numel)
-                if found is not None:
-                    bucket.shard.copy_(found)
+            if not self.placement.steps_on_host(bucket.layout):
+                masters = self.separate_masters(bucket.layout.shard_offset, bucket.layout.shard_numel)
+                if masters is not None:
+                    bucket.shard.copy_(masters)
                 # In fp32 the optimizer has written the shard itself. Either way graphs of older values end here.
                 bucket.generation += 1
 
@@ -470,10 +424,7 @@ class PartitionedParamGroup(ParamGroup):
     def release(self) -> None:
         """Let the parameters belong to no engine: whole, plain parameters. A collective."""
         for bucket in self.buckets:
-            if bucket.status is ZeroParamStatus.NOT_AVAILABLE:
-                bucket.launch(SETUP)
-            if bucket.status is ZeroParamStatus.INFLIGHT:
-                bucket.wait()
+            _all_gather_params([bucket], SETUP)
             # Each parameter takes a copy of its values, so one bucket is held twice at a time and not the model.
             for param in bucket.params:
                 unregister_owner(param)
@@ -497,25 +448,31 @@ class ZeroStage3:
     ``model`` gets the hooks; ``gradients`` are those of all trainable parameters, partitioned or persistent.
     """
 
-    def __init__(self, model: nn.Module, gradients: GradientReducer, partitioning: Partitioning) -> None:
-        self._model, self.gradients, self.comm = model, gradients, gradients.reducer.comm
-        self.coordinator, self.groups = partitioning.coordinator, partitioning.groups
-        self.partitioned, self.frozen = partitioning.partitioned, partitioning.frozen
+    def __init__(
+        self,
+        model: nn.Module,
+        gradients: GradientReducer,
+        groups: Sequence[ParamGroup],
+        coordinator: PartitionedParameterCoordinator,
+    ) -> None:
+        self._model, self.gradients, self.comm, self.coordinator = model, gradients, gradients.reducer.comm, coordinator
+        partitioned = [group for group in groups if isinstance(group, PartitionedParamGroup)]
+        self.partitioned = [group for group in partitioned if group.optimizer_group is not None]
+        self.frozen = [group for group in partitioned if group.optimizer_group is None]
+        persistent = [group for group in groups if isinstance(group, FlatParamGroup)]
         # Persistent parameters are treated as stage 2 treats all. One reducer serves all groups: buckets are launched
         # in one order.
-        self.persistent = ZeroStage1And2(partitioning.persistent, gradients, self.comm)
+        self.persistent = ZeroStage1And2(persistent, gradients, self.comm)
         self._mark_persistent()
-        # By the group's number: who takes a bucket on which the CPU has stepped.
-        self._on_upload: dict[int, Callable[[Bucket, Callable[[], None] | None], None]] = {
-            self.groups.index(group): group.arrived for group in self.partitioned
-        }
-        for number, whole in enumerate(partitioning.persistent):
-            self._on_upload[self.groups.index(whole)] = partial(self.persistent.arrived, number)
-        self._key_of = {
-            (self.groups.index(group), made.bucket.index): made.key
-            for group in self.partitioned
-            for made in group.buckets
-        }
+        # By the group's number: who takes a bucket on which the CPU has stepped. And the keys of partitioned buckets.
+        self._on_upload: dict[int, Callable[[Bucket, Callable[[], None] | None], None]] = {}
+        self._key_of: dict[tuple[int, int], int] = {}
+        for number, group in enumerate(gradients.groups):
+            if isinstance(group, FlatParamGroup):
+                self._on_upload[number] = partial(self.persistent.arrived, persistent.index(group))
+            elif isinstance(group, PartitionedParamGroup):
+                self._on_upload[number] = group.arrived
+                self._key_of |= {(number, bucket.layout.index): bucket.key for bucket in group.buckets}
         gradients.on_launched = self._launched
         self._last_micro_batch = False
         # 1 fetch, 2 release: the hooks call the coordinator.
@@ -593,6 +550,26 @@ class ZeroStage3:
             group.cast_masters()
         send_to_replicas([bucket for group in self.partitioned for bucket in group.buckets])
         self.persistent.wait_all_gathers()
+
+    # ---- what is gathered --------------------------------------------------------------------------------------------
+
+    def gather_buffers(self) -> list[torch.Tensor]:
+        """What is gathered, or on its way, and what is kept for the next time."""
+        return [buffer for pool in self.coordinator.pools for buffer in pool.buffers()]
+
+    def most_gathered(self) -> int:
+        """The most bytes of :meth:`gather_buffers` in this pass."""
+        return sum(pool.most_numel * pool.dtype.itemsize for pool in self.coordinator.pools)
+
+    def secondaries(self) -> list[torch.Tensor]:
+        """HpZ and MiCS: the secondary shards, which this rank keeps for its group."""
+        shards = (bucket.gather.secondary_shard for bucket in self.coordinator.buckets)
+        return [shard for shard in shards if shard is not None]
+
+    def clear(self) -> None:
+        """Let go of free buffers."""
+        for pool in self.coordinator.pools:
+            pool.clear()
 
     # ---- between steps -----------------------------------------------------------------------------------------------
 

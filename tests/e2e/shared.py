@@ -1,0 +1,84 @@
+"""A small corpus, and the real runs that several tests look at. The fixtures of the same names: tests/conftest.py."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import select
+import shlex
+import struct
+import sys
+import termios
+import time
+from pathlib import Path
+
+from tests.e2e import runs
+
+
+def write_corpus(folder: Path) -> Path:
+    """Some hundred kilobytes of text in three files."""
+    for number, line in enumerate(("for i in range(10):\n    print(i)\n", "def f(x):\n    return x\n", "x = [1, 2]\n")):
+        (folder / f"{number}.txt").write_text(line * 2000, encoding="utf-8")
+    return folder
+
+
+def nobody(cwd: Path) -> dict[str, str]:
+    """The environment of somebody who is logged in nowhere."""
+    return {"HOME": str(cwd), "NETRC": str(cwd / "none")}
+
+
+def full_disk(cwd: Path, tiny: list[str], names: str = "[]") -> tuple[Path, runs.Done]:
+    """A run whose files may not grow above 16 kB."""
+    more = ["train.steps=60", "train.eval_every=0", "train.save_every=0", "train.log_every=20", "hydra.run.dir=run"]
+    words = runs.last_of_each_key([sys.executable, runs.TRAIN, *tiny, *more, f"logger.names={names}"])
+    return cwd / "run", runs.finished(["bash", "-c", f"ulimit -f 16; exec {shlex.join(words)}"], cwd, **nobody(cwd))
+
+
+def watched(cwd: Path, tiny: list[str]) -> tuple[Path, str]:
+    """A run on a terminal, with everything that can watch one: its folder, and what the terminal showed."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    arguments = [*tiny, "train.steps=30", "logger=all", "profiler=torch", "profiler.ranks=[0,1]", "hydra.run.dir=run"]
+    with runs.started([sys.executable, runs.TRAIN, *arguments], cwd, stdout=follower, **nobody(cwd)) as command:
+        os.close(follower)
+        places: set[tuple[str, int]] = set()
+        seen = _read_all(leader, command, places)
+        (cwd / "listening.json").write_text(json.dumps(sorted(places)), encoding="ascii")
+        assert command.process.wait(10) == 0
+        assert command.processes() == {}
+    os.close(leader)
+    return cwd / "run", seen
+
+
+def _read_all(leader: int, command: runs.Command, places: set[tuple[str, int]]) -> str:
+    seen, end = b"", time.monotonic() + runs.TIMEOUT_SECONDS
+    while time.monotonic() < end:
+        ready, _, _ = select.select([leader], [], [], 0.2)
+        places.update(command.listening())
+        if ready:
+            try:
+                seen += os.read(leader, 65536)
+            except OSError:  # the other side is closed
+                break
+        elif command.process.poll() is not None:
+            break
+    return seen.decode("utf-8", "replace")
+
+
+def sweep(cwd: Path, tiny: list[str]) -> tuple[Path, runs.Done]:
+    """``-m zero.stage=0,1,2,3`` on two ranks: its folder, and what it printed."""
+    done = runs.train("-m", "zero.stage=0,1,2,3", *tiny, "hydra.sweep.dir=out", cwd=cwd, timeout=110)
+    assert done.status == 0, done.err
+    return cwd / "out", done
+
+
+def broken(cwd: Path, tiny: list[str]) -> tuple[Path, runs.Done]:
+    """Three ranks, and an infinite loss on rank 0 in step 5; loggers are watching."""
+    arguments = [*tiny, "launch.nproc=3", "debug=overflow", "logger=all", "hydra.run.dir=run"]
+    return cwd / "run", runs.train(*arguments, cwd=cwd, **nobody(cwd))
+
+
+RUNS = {make.__name__: make for make in (full_disk, watched, sweep, broken)}
+"""In the order in which tests ask for them."""
