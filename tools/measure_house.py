@@ -26,9 +26,9 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1360, 1150),
     "deepzero/comm": (3402, 2720),
-    "deepzero/runtime": (3519, 3050),
-    "deepzero/runtime/zero": (5592, 4550),
-    "deepzero/offload": (2798, 2500),
+    "deepzero/runtime": (3518, 3050),
+    "deepzero/runtime/zero": (5623, 4550),
+    "deepzero/offload": (2796, 2500),
     "deepzero/checkpoint": (3576, 2610),
     "deepzero/launch": (694, 650),
     "deepzero/health": (635, 560),
@@ -43,7 +43,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "tools": (4736, 2700),
     "tools/book": (1071, 1000),
     "examples": (700, 700),
-    "tests": (26_511, 17_000),
+    "tests": (26_662, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
@@ -188,11 +188,11 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
     path = [house[name] for name in reading_path(root)]
     counts = [source.comments_and_code() for source in path]
     density = round(100 * sum(comments for comments, _ in counts) / max(sum(code for _, code in counts), 1), 1)
-    yield Row("lines of the reading path", sum(source.lines for source in path), 6039, 5500, f"{len(path)} files")
+    yield Row("lines of the reading path", sum(source.lines for source in path), 5940, 5500, f"{len(path)} files")
     yield Row("comments per 100 lines of code on it", density, 13, 12, least=True)
 
     package, zero = files_of(house, "deepzero"), files_of(house, "deepzero/runtime/zero")
-    yield Row("classes in runtime/zero", sum(1 for source in zero for _ in source.nodes(ast.ClassDef)), 37, 30)
+    yield Row("classes in runtime/zero", sum(1 for source in zero for _ in source.nodes(ast.ClassDef)), 36, 30)
     below = [source for source in zero if any(name.startswith("deepzero.offload") for name in source.imports())]
     yield Row("files of runtime/zero that import offload", len(below), 0, 0)
     core = [source for source in package if CORE.match(source.path) and "dry_run" not in source.path]

@@ -82,7 +82,7 @@ HOPS = (
     Hop(FETCH, BUCKET + "PartitionedBucket.launch", "NOT_AVAILABLE to INFLIGHT", {"shard_S": "w.shard"}, "call"),
     Hop("", COLLECTIVES + "Communicator.exchange", "each part leaves for its rank: torch is called here",
         {"kind": "kind", "send": "[part for q, part in enumerate(send) if q != self.rank]"}, "call", "callers"),
-    Hop(FETCH, BUCKET + "PartitionedBucket.wait", "INFLIGHT to AVAILABLE", {"whole": "w.part_of(self.gathered)"}),
+    Hop(FETCH, BUCKET + "PartitionedBucket.wait", "INFLIGHT to AVAILABLE", {"gathered": "w.part_of(self.gathered)"}),
     Hop("", PARAM + "ZeroParameter.show", "what the parameter shows from here on", {"param": "values"}, "call"),
     Hop("", HOOKS + "ModuleHooks.pack", "autograd saves the weight, and is given a record in its place",
         {"shape": "list(returned.shape)"}),
@@ -185,7 +185,8 @@ class Watch:
             return True
         if self.bucket is not None and type(value).__name__ == "SavedWeight":
             return bool(value.key == self.key and value.offset == self.slot.offset - self.bucket.offset)
-        return self.bucket is not None and self.bucket in (value, getattr(value, "bucket", None))
+        holds = (getattr(value, name, None) for name in ("bucket", "layout"))  # what is under way; stage 3's bucket
+        return self.bucket is not None and self.bucket in (value, *holds)
 
     def concerns(self, hop: Hop, frame: FrameType, returned: Any) -> bool:
         """Whether a call is about the parameter."""

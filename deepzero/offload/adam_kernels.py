@@ -380,24 +380,20 @@ def choose_kernel(request: str, numel: int, variants: Sequence[Variant]) -> tupl
     """
     if request == "chunked":
         return ChunkedAdam(), "as asked for"
-    if request == "compiled":
-        made = CompiledAdam(True)
-        try:
-            made.ready(variants)
-        except CompilationError as error:
-            advice = "Use kernel='chunked', which needs no compiler, or 'auto'"
-            raise RuntimeError(f"CPUAdam(kernel='compiled'): {error}. {advice}") from error
-        return made, "as asked for"
-    if numel < COMPILE_FROM:
+    strict = request == "compiled"
+    if not strict and numel < COMPILE_FROM:
         return ChunkedAdam(), f"{numel:,} elements are too few to compile for, below {COMPILE_FROM:,}"
-    if missing := why_not_compiled():
+    if not strict and (missing := why_not_compiled()):
         return ChunkedAdam(), missing
     try:
         CompiledAdam(True).ready(variants)
     except CompilationError as error:
+        if strict:
+            advice = "Use kernel='chunked', which needs no compiler, or 'auto'"
+            raise RuntimeError(f"CPUAdam(kernel='compiled'): {error}. {advice}") from error
         _warn(f"the compiled kernel is not used: {error}")
         return ChunkedAdam(), f"compiling failed ({error})"
-    return CompiledAdam(False), f"{numel:,} elements and a C++ compiler"
+    return CompiledAdam(strict), "as asked for" if strict else f"{numel:,} elements and a C++ compiler"
 
 
 def _warn(message: str) -> None:

@@ -48,7 +48,7 @@ from deepzero.offload.copy_streams import (
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.pinned_arena import HostArena, Region, describe_bytes
 from deepzero.runtime.zero.optimizer_shard import GradOutput, MasterFragment, OptimizerShard, ParamGroup, SubGroup
-from deepzero.runtime.zero.parameter_all_gather import DeviceShard
+from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
 
 GRADIENTS, STAGING, MOMENTS = "host_gradients", "host_buffers", "host_moments"
 
@@ -83,9 +83,9 @@ class Offload:
         """Wait until no copy reads the arena."""
         self.wire.finish_reads()
 
-    def source_of(self, bucket: Bucket, comm: Communicator, where: str) -> HostShard:
+    def plain_all_gather(self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, where: str) -> PlainAllGather:
         """How a bucket's parameters in host memory reach the device."""
-        return HostShard(self.wire, bucket, comm, where)
+        return HostAllGather(self.wire, bucket, dtype, comm, where)
 
     def move_moments(self, optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -> None:
         """Let the optimizer's state for what the CPU steps on lie in the arena, one column for each kind of state."""
@@ -143,35 +143,37 @@ class Offload:
 # ---- 1 fetch: parameters in host memory (offload_param) --------------------------------------------------------------
 
 
-class HostShard(DeviceShard):
-    """The source of a bucket's shard that lies in host memory; every gather copies it to the device anew."""
+class HostAllGather(PlainAllGather):
+    """The all-gather of a bucket whose shard lies in host memory; every gather copies it to the device anew."""
 
     on_host = True
 
-    def __init__(self, copier: HostDeviceCopier, bucket: Bucket, comm: Communicator, where: str) -> None:
-        self._copier, self._comm, self._where = copier, comm, where
-        self._padding = bucket.padding_of(comm.rank)
+    def __init__(
+        self, copier: HostDeviceCopier, bucket: Bucket, dtype: torch.dtype, comm: Communicator, where: str
+    ) -> None:
+        super().__init__(bucket, dtype, comm, where)
+        self._copier, self._shard_padding = copier, bucket.padding_of(comm.rank)
         self._copy: PendingCopy | None = None
         comm.ledger.untracked_kinds.add(FETCH_BETWEEN_STEPS)
 
     @contextlib.contextmanager
-    def fetch(self, kind: str, shard: torch.Tensor, target: torch.Tensor) -> Iterator[torch.Tensor]:
+    def fetch_shard(self, kind: str, shard: torch.Tensor, target: torch.Tensor) -> Iterator[torch.Tensor]:
         """Copy the shard to ``target``. Inside the context the current stream is behind the copy.
 
         What is launched there is ordered behind the copy on the copy's own stream: the model goes on computing, as it
         does while others send.
         """
-        counted = FETCH_BETWEEN_STEPS if kind in self._comm.ledger.untracked_kinds else FETCH
-        self._copy = self._copier.to_device(counted, target, shard, self._padding, self._where)
-        with self._copy.afterwards(alone=self._comm.world_size == 1):
+        counted = FETCH_BETWEEN_STEPS if kind in self.comm.ledger.untracked_kinds else FETCH
+        self._copy = self._copier.to_device(counted, target, shard, self._shard_padding, self.where)
+        with self._copy.afterwards(alone=self.comm.world_size == 1):
             yield target
 
-    def wait(self) -> None:
+    def wait_shard(self) -> None:
         """Let the current stream wait for the copy."""
         if self._copy is not None:
             self._copy.wait()
 
-    def finish(self) -> None:
+    def finish_shard(self) -> None:
         """Block until the last copy has read the shard: the CPU will overwrite it."""
         if self._copy is not None:
             self._copy.finish()

@@ -33,14 +33,13 @@ from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_adva
 from deepzero.runtime.zero.gradient_reduction import GradientReducer, UnreducedGradients, reduce_order
 from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
 from deepzero.runtime.zero.optimizer_shard import GroupLayout, OptimizerShard, ParamGroup
+from deepzero.runtime.zero.partition_plan import is_real, plan_partitioning
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage3 import (
     ZeroStage3,
-    is_real,
     partition_model,
     place_buffers,
     place_whole,
-    plan_partitioning,
 )
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2
@@ -168,7 +167,7 @@ def build_zero(
         coordinator: PartitionedParameterCoordinator | None = None
         if zero.stage == 3:
             place_buffers(model, comm)
-            host = (None, None) if offload is None else (offload.allocate, offload.source_of)
+            host = (None, None) if offload is None else (offload.allocate, offload.plain_all_gather)
             stored, coordinator = partition_model(names, planned, limit, placements, zero, comm, dtypes.compute, *host)
         else:
             stored = place_model(model, planned, placements, config, comm, offload)

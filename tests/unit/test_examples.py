@@ -71,6 +71,18 @@ def test_the_ring_is_quoted():
     assert [stands_in(block, printed) for block in quoted("data_parallelism.md")] == [True] * 5
 
 
+def test_the_tables_are_quoted():
+    printed = [*tables.four(), *tables.paper(), *tables.factors(), *tables.volume()]
+    blocks = [block for page in ("stage1.md", "stage2.md") for block in quoted(page) if "(predicted)" not in block[0]]
+    assert [stands_in(block, printed) for block in blocks] == [True] * 5
+
+
+def test_stage_1_by_all_reduce_is_quoted():
+    code, text = run("examples/stage1_by_all_reduce.py")
+    assert code == 0, text
+    assert text.splitlines() in quoted("stage1.md")
+
+
 def test_odd_arguments_are_refused(capsys, monkeypatch):
     """Each with what was given."""
     for arguments in (["--lr", "0"], ["--steps", "-1"], ["--plot", "x.png"], ["--plot", "no/such/folder/x.svg"]):

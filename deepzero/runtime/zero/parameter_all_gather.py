@@ -61,31 +61,15 @@ TO_REPLICAS = "parameters.publish_to_replicas"
 TRAINING = (FORWARD, BACKWARD)
 
 
-class DeviceShard:
-    """The source of a shard that is on the device. ``offload/`` has the one for shards on the host."""
-
-    on_host = False
-
-    def fetch(self, kind: str, shard: torch.Tensor, target: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """A context in which the shard's values are on the device, for the stream that is current inside it.
-
-        ``kind`` is the ledger's name for the gather that needs them, ``shard`` 1-D, ``[shard_numel]``, and ``target``
-        as large, on the device: where values may be copied to.
-        """
-        return nullcontext(shard)
-
-    def wait(self) -> None:
-        """Let the current stream wait for the last fetch."""
-
-    def finish(self) -> None:
-        """Block until no fetch reads the shard any more: it is about to be overwritten."""
-
-
 class PlainAllGather:
     """One all-gather over all ranks, again and again, of each rank's shard of one bucket as it is.
 
-    ``source`` is where this rank's shard is, ``where`` the bucket's name for traces.
+    The shard is on the device; ``offload/`` has the subclass for shards in host memory. ``where`` is the bucket's name
+    for traces.
     """
+
+    # Whether the shard lies in host memory.
+    on_host = False
 
     # qwZ: how many bytes the messages take, beside the bucket's own buffer, while they are on their way.
     quantizer: Quantizer | None = None
@@ -96,8 +80,10 @@ class PlainAllGather:
     mics = frozen = False
     secondary_shard: torch.Tensor | None = None
 
-    def __init__(self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, source: DeviceShard, where: str) -> None:
-        self.bucket, self.dtype, self.comm, self.source, self.where = bucket, dtype, comm, source, where
+    def __init__(self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, where: str) -> None:
+        self.bucket, self.dtype, self.comm, self.where = bucket, dtype, comm, where
+        # Which brings this rank's shard to the device: for the strategies below the plain one that they are built on.
+        self.source: PlainAllGather = self
         self.message_bytes = bucket.shard_numel * dtype.itemsize
         # Counted apart in the ledger: elements of a message that belong to no parameter, times the ranks it goes to.
         self._padding = (comm.world_size - 1) * bucket.padding_of(comm.rank)
@@ -123,7 +109,7 @@ class PlainAllGather:
         # In place: this rank's message lies where the all-gather expects it, and the others' arrive beside it.
         messages = self.receive_into(into.gathered)
         mine = shard_of(messages, self.comm.rank, self.comm.world_size)
-        with self.source.fetch(kind, into.shard, mine) as values:
+        with self.source.fetch_shard(kind, into.shard, mine) as values:
             # Already there if the source has copied it from the host, or if with one rank the shard is the buffer.
             if values.data_ptr() != mine.data_ptr():
                 mine.copy_(values)
@@ -141,7 +127,7 @@ class PlainAllGather:
         if self._pending is not None:
             self._pending.wait()
             # With one rank nothing was sent, and only the source's copy orders anything.
-            self.source.wait()
+            self.source.wait_shard()
             self._pending = None
 
     def finish(self) -> None:
@@ -152,6 +138,22 @@ class PlainAllGather:
     def unquantized(self) -> PlainAllGather:
         """The strategy without quantisation, for the gathers from now on; nothing is under way."""
         return self
+
+    # ---- this rank's shard, on its way into its message --------------------------------------------------------------
+
+    def fetch_shard(self, kind: str, shard: torch.Tensor, target: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+        """A context in which the shard's values are on the device, for the stream that is current inside it.
+
+        ``kind`` is the ledger's name for the gather that needs them, ``shard`` 1-D, ``[shard_numel]``, and ``target``
+        as large, on the device: where values may be copied to.
+        """
+        return nullcontext(shard)
+
+    def wait_shard(self) -> None:
+        """Let the current stream wait for the last fetch."""
+
+    def finish_shard(self) -> None:
+        """Block until no fetch reads the shard any more: it is about to be overwritten."""
 
     # ---- messages to the ranks that keep them: see SecondaryAllGather.launch_to_replicas -----------------------------
 
@@ -193,7 +195,8 @@ class QuantizedAllGather(PlainAllGather):
     """
 
     def __init__(self, plain: PlainAllGather, quantizer: Quantizer, buffers: BufferPool, scratch_bytes: int) -> None:
-        super().__init__(plain.bucket, plain.dtype, plain.comm, plain.source, plain.where)
+        super().__init__(plain.bucket, plain.dtype, plain.comm, plain.where)
+        self.source = plain.source
         self._plain, self.scratch_bytes = plain, scratch_bytes
         self.quantizer: Quantizer = quantizer
         self.buffers: BufferPool = buffers
@@ -211,7 +214,7 @@ class QuantizedAllGather(PlainAllGather):
         messages = self.receive_into(into.gathered)
         rank, world, numel = self.comm.rank, self.comm.world_size, self.bucket.shard_numel
         # A shard in host memory is copied to where its decoded values will overwrite it.
-        with self.source.fetch(kind, into.shard, shard_of(into.gathered, rank, world)) as values:
+        with self.source.fetch_shard(kind, into.shard, shard_of(into.gathered, rank, world)) as values:
             self._pack(values, shard_of(messages, rank, world))
             self._pending = self.comm.all_gather(kind, messages, self._padding, self.where, numel=numel)
 
@@ -264,8 +267,8 @@ class SecondaryAllGather(PlainAllGather):
     """
 
     def __init__(self, inner: PlainAllGather, group: RankGroup, mics: bool, frozen: bool) -> None:
-        super().__init__(inner.bucket, inner.dtype, inner.comm, inner.source, inner.where)
-        self.inner, self.quantizer = inner, inner.quantizer
+        super().__init__(inner.bucket, inner.dtype, inner.comm, inner.where)
+        self.inner, self.source, self.quantizer = inner, inner.source, inner.quantizer
         self.scratch_bytes, self.message_bytes = inner.scratch_bytes, inner.message_bytes
         self.group: RankGroup = group
         self.mics, self.frozen = mics and not frozen, frozen

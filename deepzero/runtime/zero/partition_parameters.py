@@ -56,7 +56,6 @@ from deepzero.runtime.zero.parameter_all_gather import (
     ON_REQUEST,
     ON_REQUEST_BROADCAST,
     SETUP,
-    DeviceShard,
     PlainAllGather,
     send_to_replicas,
 )
@@ -515,7 +514,7 @@ class Init:
         layout = plan_layout([values.numel()], comm.world_size, values.numel()).buckets[0]
         pool = self._pools.setdefault(values.dtype, BufferPool(values.dtype, comm.device))
         shard = torch.zeros(layout.shard_numel, dtype=values.dtype, device=self._shard_device, pin_memory=self._pin)
-        gather = PlainAllGather(layout, values.dtype, comm, DeviceShard(), name)
+        gather = PlainAllGather(layout, values.dtype, comm, name)
         bucket = PartitionedBucket(INIT_KEY, layout, [zero_param], shard, gather, pool)
         # It keeps this rank's elements of ``values``; the rest is freed with them.
         bucket.write(zero_param, values)

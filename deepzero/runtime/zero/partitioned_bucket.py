@@ -253,7 +253,7 @@ class PartitionedBucket:
         if self.owner is not None and self.owner.before_write is not None:
             self.owner.before_write()
         # A shard in host memory may be on its way to the device.
-        self.gather.source.finish()
+        self.gather.source.finish_shard()
         start, stop, first = self.range_of(param._zero.placed()[1])
         self.shard[first : first + stop - start].copy_(values[start:stop])
         self.generation += 1

@@ -8,19 +8,31 @@ last buckets of the forward pass are the first of the backward pass, and stay; w
 (embeddings) are not fetched for it; parameters of at most ``stage3_param_persistence_threshold`` elements stay whole,
 and travel once per step.
 
-One parameter's way (0, 4 and 6 are in this file): **0 build** :class:`PartitionedParamGroup` cuts it · **1 fetch**
-``ModuleHooks`` calls ``fetch_sub_module``: its bucket is gathered, the parameter is a view of it, again when the
-backward pass asks for the saved weight · **2 release** before the next fetch · **3 gradient ready**
-``GradientReducer`` sends its gradient to the owners · **4 boundary** ``end_passes`` releases everything,
-``reduce_gradients`` waits · **5 step** the optimizer, by sub-groups · **6 publish** the masters are cast into
-``shard_S``; nothing is sent but persistent parameters.
+[Note: one parameter's way]
+    Function by function, in the order of a step. To follow a parameter read these; what else their files hold is
+    building, bookkeeping, and uses that are refused.
+
+    0 build           ``PartitionedParamGroup._partition``: cut; this rank keeps a fragment in ``shard_S`` and master
+    1 fetch           ``module_hooks.py:pre_forward``: its module is about to run, and needs its bucket
+                      ``partitioned_param_coordinator.py:fetch_sub_module``: launch mine, launch the next, wait for mine
+                      ``partitioned_bucket.py:launch``: into a buffer of the pool
+                      ``parameter_all_gather.py:PlainAllGather.launch``: each rank's shard, to all ranks, in place
+                      ``partitioned_bucket.py:wait``, ``show``: complete; the parameter is a view of the buffer
+                      ``module_hooks.py:pack``: autograd saves the weight, and is given where to find it instead
+    2 release         ``release_sub_module``, from the next fetch; ``partitioned_bucket.py:release``: a placeholder
+    1 fetch           ``module_hooks.py:unpack``: the backward pass asks for the weight; ``fetch_sub_module`` as before
+    3 gradient ready  ``ZeroStage3.reduce_ready_gradient``: it leaves for its owners as in stage 2
+                      (``gradient_reduction.py``); with its bucket's last one the weights may go, too
+    4 boundary        ``ZeroStage3.end_passes``: all is released, and the order of fetches becomes a plan
+                      (``fetch_plan.py:compile_plan``); ``reduce_gradients``: the last sums have arrived
+    5 step            ``optimizer_shard.py:OptimizerShard.step``, on the masters
+    6 publish         ``PartitionedParamGroup.cast_masters``: into ``shard_S``; only persistent parameters are sent
 
 Sources: P_os+g+p in the ZeRO paper (sections 5.3 and 7.2.2); DeepSpeed's ``stage3.py``.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -29,20 +41,13 @@ from torch import nn
 
 from deepzero.comm.collectives import Communicator
 from deepzero.config.zero import ZeroConfig
-from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan, bucket_limit, plan_layout
+from deepzero.layout import Bucket, Fragment, OffloadPlan
 from deepzero.runtime.zero.buffer_pool import BufferPool
-from deepzero.runtime.zero.fetch_plan import FetchLimits
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import register_owner, unregister_owner
 from deepzero.runtime.zero.module_hooks import ModuleHooks
 from deepzero.runtime.zero.optimizer_shard import GroupLayout, HostAllocator, ParamGroup
-from deepzero.runtime.zero.parameter_all_gather import (
-    SETUP,
-    DeviceShard,
-    PlainAllGather,
-    build_all_gather,
-    send_to_replicas,
-)
+from deepzero.runtime.zero.parameter_all_gather import SETUP, PlainAllGather, send_to_replicas
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
     PartitionedParameter,
@@ -53,110 +58,17 @@ from deepzero.runtime.zero.partition_parameters import (
     as_zero_parameter,
     unpartition,
 )
+from deepzero.runtime.zero.partition_plan import build_pool, fetch_limits, gather_builders, is_real
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2, take_values, update_master_from_param
-from deepzero.runtime.zero.zeropp import build_quantizer
-
-log = logging.getLogger(__name__)
 
 GatherBuilder = Callable[[Bucket, int, bool], PlainAllGather]
 """The all-gather of a bucket, given its key, and whether its shard lies in host memory."""
-HostSource = Callable[[Bucket, Communicator, str], DeviceShard]
-"""How the shard of a bucket that lies in host memory reaches the device; the last argument names it in traces."""
+HostGather = Callable[[Bucket, torch.dtype, Communicator, str], PlainAllGather]
+"""As :class:`PlainAllGather`, for a shard in host memory."""
 
-# ---- 0 build: which parameters are cut, over which buckets, and how these travel -------------------------------------
-
-
-def plan_partitioning(
-    names: Mapping[nn.Parameter, str], chosen: Sequence[Sequence[nn.Parameter]], config: ZeroConfig, world_size: int
-) -> tuple[list[GroupLayout], int]:
-    """The groups of trained parameters, then of frozen ones, and how many elements a bucket may have. Pure numbers.
-
-    ``names`` has all parameters, ``chosen`` the trainable ones of each optimizer group, as their gradients arrive.
-    """
-    threshold = config.stage3_param_persistence_threshold
-    trained = {param for params in chosen for param in params}
-    # Backwards, as trained ones come: neighbours in the model are neighbours in a bucket.
-    frozen = [p for p in reversed(list(names)) if p not in trained and is_real(p) and p.numel() > threshold]
-    total = sum(param.numel() for params in (*chosen, frozen) for param in params)
-    limit = bucket_limit(total, config.reduce_bucket_size, config.allgather_bucket_size)
-    # Two buckets are needed at a time: the one that is computed with and the next one.
-    limit = min(limit, max(config.stage3_max_live_parameters // 2, 1))
-    cut: list[tuple[Sequence[nn.Parameter], int | None, bool]] = []
-    for index, params in enumerate(chosen):
-        # Biases and norms are most of the parameters and few of the elements. Partitioned, each would be in some bucket
-        # twice per micro-batch; whole, they cost little memory and one all-gather per step.
-        cut.append(([p for p in params if p.numel() > threshold], index, True))
-        cut.append(([p for p in params if p.numel() <= threshold], index, False))
-    cut.append((frozen, None, True))
-    groups = [
-        GroupLayout(params, plan_layout([p.numel() for p in params], world_size, limit), index, partitioned)
-        for params, index, partitioned in cut
-        if params
-    ]
-    return groups, limit
-
-
-def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
-    """DeepSpeed's three numbers, for buckets of at most ``limit`` elements, or of one larger parameter.
-
-    They are upper limits, with defaults (5e7, 1e9, 1e9) that are made for models of many billions: taken literally, a
-    model below 1e9 elements would be gathered once and never released between forward and backward. So looking ahead
-    and keeping are limited to one bucket: N/16 of N elements, at least ``MIN_BUCKET_NUMEL`` or one large parameter.
-    """
-    return FetchLimits(
-        prefetch_numel=min(config.stage3_prefetch_bucket_size, limit),
-        reuse_numel=min(config.stage3_max_reuse_distance, limit),
-        live_numel=config.stage3_max_live_parameters,
-    )
-
-
-def gather_builders(
-    config: ZeroConfig, comm: Communicator, dtype: torch.dtype, layouts: Mapping[bool, Sequence[FlatLayout]]
-) -> tuple[dict[bool, Callable[[PlainAllGather], PlainAllGather]], list[BufferPool]]:
-    """What makes a bucket's all-gather into the configured one, for frozen parameters under True. A collective.
-
-    Also returns the pool of quantised messages, if there are any. ``layouts`` are those of all partitioned groups.
-    """
-    if comm.world_size == 1:
-        return dict.fromkeys((False, True), build_all_gather), []
-    # In a group of one rank hpZ would keep what is there anyway; MiCS keeps the whole model on every rank then.
-    size, mics = config.secondary_size, config.mics_shard_size > 0
-    group = comm.split(size)[0] if size > 1 or mics else None
-    weights = config.zero_quantized_weights
-    quantized = {False: weights, True: weights or config.zero_quantized_nontrainable_weights}
-    settings, quantization, pools = config.quantization, None, list[BufferPool]()
-    if quantized[True]:
-        # Every rank decodes everything twice, and encodes its own shard: whether compiling a kernel pays depends on it.
-        chosen = [layout for frozen in (False, True) if quantized[frozen] for layout in layouts[frozen]]
-        numel = 2 * sum(layout.padded_numel for layout in chosen)
-        quantizer = build_quantizer("weights", settings.weight_bits, settings, numel, [dtype], comm)
-        # One size for all: a buffer of the pool fits whatever bucket comes next.
-        shard_numel = max((layout.largest_bucket for layout in chosen), default=0) // comm.world_size
-        pools = [_pool(torch.uint8, config, comm)]
-        quantization = (quantizer, pools[0], comm.world_size * quantizer.format.message_bytes(shard_numel))
-    return {
-        frozen: partial(build_all_gather, group=group, mics=mics, frozen=frozen, quantization=how)
-        for frozen, how in ((False, quantization if quantized[False] else None), (True, quantization))
-    }, pools
-
-
-def _pool(dtype: torch.dtype, config: ZeroConfig, comm: Communicator) -> BufferPool:
-    return BufferPool(dtype, comm.device, config.stage3_max_live_parameters, comm.chaos, comm.device_type == "cpu")
-
-
-def _name_idle_switches(config: ZeroConfig, layouts: Mapping[bool, Sequence[FlatLayout]]) -> None:
-    """Log which of ZeRO++'s settings have nothing to work on in this model."""
-    names = [] if any(layouts.values()) else ["zero_quantized_weights", "zero_hpz_partition_size", "mics_shard_size"]
-    names += [] if layouts[True] else ["zero_quantized_nontrainable_weights"]
-    for name in names:
-        if getattr(config, name) not in (False, 1, -1):
-            log.warning(
-                "zero.%s does nothing here: no %sparameter has more than stage3_param_persistence_threshold=%d "
-                "elements, so none is partitioned",
-                name, "frozen " if "nontrainable" in name else "", config.stage3_param_persistence_threshold,
-            )  # fmt: skip
+# ---- 0 build: the whole model ----------------------------------------------------------------------------------------
 
 
 def partition_model(
@@ -168,12 +80,12 @@ def partition_model(
     comm: Communicator,
     dtype: torch.dtype,
     allocate: HostAllocator | None,
-    host_source: HostSource | None,
+    host_gather: HostGather | None,
 ) -> tuple[list[ParamGroup], PartitionedParameterCoordinator]:
     """Cut the parameters, group by group; on any device, whole or partitioned already by ``zero.Init``.
 
     ``planned`` and ``limit`` are from :func:`plan_partitioning`, ``placements`` those of its groups; ``dtype`` is the
-    compute dtype; ``allocate`` and ``host_source`` belong to what ``placements`` has in host memory. Returns the groups
+    compute dtype; ``allocate`` and ``host_gather`` belong to what ``placements`` has in host memory. Returns the groups
     as they were planned, the frozen ones (``optimizer_group`` None) last, and what fetches their buckets.
     """
     partitioned = {param for group in planned if group.partitioned for param in group.params}
@@ -184,19 +96,12 @@ def partition_model(
             unpartition(param)
         if param not in trained:
             place_whole(param, comm, dtype if is_real(param) else param.dtype)
-    pool = _pool(dtype, config, comm)
-    layouts = {
-        frozen: [g.layout for g in planned if g.partitioned and (g.optimizer_group is None) is frozen]
-        for frozen in (False, True)
-    }
-    builders, messages = gather_builders(config, comm, dtype, layouts)
-    if comm.rank == 0 and comm.world_size > 1:
-        _name_idle_switches(config, layouts)
+    pool = build_pool(dtype, config, comm)
+    builders, messages = gather_builders(planned, config, comm, dtype)
 
     def build_gather(frozen: bool, bucket: Bucket, key: int, on_host: bool) -> PlainAllGather:
-        where = f"bucket {key}"
-        source = host_source(bucket, comm, where) if on_host and host_source is not None else DeviceShard()
-        return builders[frozen](PlainAllGather(bucket, dtype, comm, source, where))
+        make = host_gather if on_host and host_gather is not None else PlainAllGather
+        return builders[frozen](make(bucket, dtype, comm, f"bucket {key}"))
 
     groups: list[ParamGroup] = []
     buckets: list[PartitionedBucket] = []
@@ -216,11 +121,6 @@ def partition_model(
     # MiCS, and frozen parameters under hpZ: the first gather finds its secondary shards already.
     send_to_replicas(buckets)
     return groups, coordinator
-
-
-def is_real(param: nn.Parameter) -> bool:
-    """Whether its elements are numbers that can be cast; two to a byte are not."""
-    return param.is_floating_point() and param.dtype is not getattr(torch, "float4_e2m1fn_x2", None)
 
 
 @torch.no_grad()
@@ -414,7 +314,7 @@ class PartitionedParamGroup(ParamGroup):
 
     def wait_for_fetches(self, bucket: Bucket) -> None:
         """Before the CPU writes a bucket's new parameters where they live: no fetch reads the old ones any more."""
-        self.buckets[bucket.index].gather.source.finish()
+        self.buckets[bucket.index].gather.source.finish_shard()
 
     def arrived(self, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
         """The CPU has stepped on a bucket, and what it wrote is here (None), or is when ``wait_upload`` returns."""

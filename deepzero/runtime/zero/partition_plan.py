@@ -1,0 +1,129 @@
+"""Step 0 of stage 3, before a tensor moves: which parameters are cut, over which buckets, and how these will travel.
+
+In the order of the build: :func:`plan_partitioning` groups the parameters and cuts the groups into buckets ·
+:func:`fetch_limits` says how much of them may be gathered · :func:`gather_builders` chooses between the strategies of
+``parameter_all_gather.py``, for trained and for frozen parameters. ``stage3.py:partition_model`` does what is planned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from deepzero.comm.collectives import Communicator
+from deepzero.config.zero import ZeroConfig
+from deepzero.layout import FlatLayout, bucket_limit, plan_layout
+from deepzero.runtime.zero.buffer_pool import BufferPool
+from deepzero.runtime.zero.fetch_plan import FetchLimits
+from deepzero.runtime.zero.optimizer_shard import GroupLayout
+from deepzero.runtime.zero.parameter_all_gather import PlainAllGather, build_all_gather
+from deepzero.runtime.zero.zeropp import build_quantizer
+
+log = logging.getLogger(__name__)
+
+
+def is_real(param: nn.Parameter) -> bool:
+    """Whether its elements are numbers that can be cast; two to a byte are not."""
+    return param.is_floating_point() and param.dtype is not getattr(torch, "float4_e2m1fn_x2", None)
+
+
+def plan_partitioning(
+    names: Mapping[nn.Parameter, str], chosen: Sequence[Sequence[nn.Parameter]], config: ZeroConfig, world_size: int
+) -> tuple[list[GroupLayout], int]:
+    """The groups of trained parameters, then of frozen ones, and how many elements a bucket may have. Pure numbers.
+
+    ``names`` has all parameters, ``chosen`` the trainable ones of each optimizer group, as their gradients arrive.
+    """
+    threshold = config.stage3_param_persistence_threshold
+    trained = {param for params in chosen for param in params}
+    # Backwards, as trained ones come: neighbours in the model are neighbours in a bucket.
+    frozen = [p for p in reversed(list(names)) if p not in trained and is_real(p) and p.numel() > threshold]
+    total = sum(param.numel() for params in (*chosen, frozen) for param in params)
+    limit = bucket_limit(total, config.reduce_bucket_size, config.allgather_bucket_size)
+    # Two buckets are needed at a time: the one that is computed with and the next one.
+    limit = min(limit, max(config.stage3_max_live_parameters // 2, 1))
+    cut: list[tuple[Sequence[nn.Parameter], int | None, bool]] = []
+    for index, params in enumerate(chosen):
+        # Biases and norms are most of the parameters and few of the elements. Partitioned, each would be in some bucket
+        # twice per micro-batch; whole, they cost little memory and one all-gather per step.
+        cut.append(([p for p in params if p.numel() > threshold], index, True))
+        cut.append(([p for p in params if p.numel() <= threshold], index, False))
+    cut.append((frozen, None, True))
+    groups = [
+        GroupLayout(params, plan_layout([p.numel() for p in params], world_size, limit), index, partitioned)
+        for params, index, partitioned in cut
+        if params
+    ]
+    return groups, limit
+
+
+def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
+    """DeepSpeed's three numbers, for buckets of at most ``limit`` elements, or of one larger parameter.
+
+    They are upper limits, with defaults (5e7, 1e9, 1e9) that are made for models of many billions: taken literally, a
+    model below 1e9 elements would be gathered once and never released between forward and backward. So looking ahead
+    and keeping are limited to one bucket: N/16 of N elements, at least ``MIN_BUCKET_NUMEL`` or one large parameter.
+    """
+    return FetchLimits(
+        prefetch_numel=min(config.stage3_prefetch_bucket_size, limit),
+        reuse_numel=min(config.stage3_max_reuse_distance, limit),
+        live_numel=config.stage3_max_live_parameters,
+    )
+
+
+def gather_builders(
+    planned: Sequence[GroupLayout], config: ZeroConfig, comm: Communicator, dtype: torch.dtype
+) -> tuple[dict[bool, Callable[[PlainAllGather], PlainAllGather]], list[BufferPool]]:
+    """What makes a bucket's all-gather into the configured one, for frozen parameters under True. A collective.
+
+    Also returns the pool of quantised messages, if there are any. ``dtype`` is the compute dtype.
+    """
+    if comm.world_size == 1:
+        return dict.fromkeys((False, True), build_all_gather), []
+    layouts = {
+        frozen: [g.layout for g in planned if g.partitioned and (g.optimizer_group is None) is frozen]
+        for frozen in (False, True)
+    }
+    if comm.rank == 0:
+        _name_idle_switches(config, layouts)
+    # In a group of one rank hpZ would keep what is there anyway; MiCS keeps the whole model on every rank then.
+    size, mics = config.secondary_size, config.mics_shard_size > 0
+    group = comm.split(size)[0] if size > 1 or mics else None
+    weights = config.zero_quantized_weights
+    quantized = {False: weights, True: weights or config.zero_quantized_nontrainable_weights}
+    settings, quantization, pools = config.quantization, None, list[BufferPool]()
+    if quantized[True]:
+        # Every rank decodes everything twice, and encodes its own shard: whether compiling a kernel pays depends on it.
+        chosen = [layout for frozen in (False, True) if quantized[frozen] for layout in layouts[frozen]]
+        numel = 2 * sum(layout.padded_numel for layout in chosen)
+        quantizer = build_quantizer("weights", settings.weight_bits, settings, numel, [dtype], comm)
+        # One size for all: a buffer of the pool fits whatever bucket comes next.
+        shard_numel = max((layout.largest_bucket for layout in chosen), default=0) // comm.world_size
+        pools = [build_pool(torch.uint8, config, comm)]
+        quantization = (quantizer, pools[0], comm.world_size * quantizer.format.message_bytes(shard_numel))
+    return {
+        frozen: partial(build_all_gather, group=group, mics=mics, frozen=frozen, quantization=how)
+        for frozen, how in ((False, quantization if quantized[False] else None), (True, quantization))
+    }, pools
+
+
+def build_pool(dtype: torch.dtype, config: ZeroConfig, comm: Communicator) -> BufferPool:
+    """Buffers for gathered buckets, or for their messages."""
+    return BufferPool(dtype, comm.device, config.stage3_max_live_parameters, comm.chaos, comm.device_type == "cpu")
+
+
+def _name_idle_switches(config: ZeroConfig, layouts: Mapping[bool, Sequence[FlatLayout]]) -> None:
+    """Log which of ZeRO++'s settings have nothing to work on in this model."""
+    names = [] if any(layouts.values()) else ["zero_quantized_weights", "zero_hpz_partition_size", "mics_shard_size"]
+    names += [] if layouts[True] else ["zero_quantized_nontrainable_weights"]
+    for name in names:
+        if getattr(config, name) not in (False, 1, -1):
+            log.warning(
+                "zero.%s does nothing here: no %sparameter has more than stage3_param_persistence_threshold=%d "
+                "elements, so none is partitioned",
+                name, "frozen " if "nontrainable" in name else "", config.stage3_param_persistence_threshold,
+            )  # fmt: skip
