@@ -7,8 +7,8 @@ This module is pure integers, and needs no process: it can be asked about 10,000
     ZeRO's tensors are one-dimensional, and their names carry their extent:
 
     ``flat_P``    all parameters of a group, end to end, in the compute dtype (DeepSpeed's ``bit16_groups_flat``);
-    ``shard_S``   stage 3: this rank's shard of the parameters, in the compute dtype;
-    ``master_S``  this rank's shard in fp32, all that the optimizer sees (``single_partition_of_fp32_groups``);
+    ``shard_S``   stage 3: this rank's shard of the parameters, in the compute dtype (``shard_on_device``);
+    ``master_S``  all the optimizer sees: fp32, ``masters_on_device`` (``single_partition_of_fp32_groups``);
     ``grad_S``    this rank's shard of the reduced gradients;
     a *bucket*    one bucket's gradients on their way to their owners, in the wire dtype (``BucketBuffers.send``).
 
@@ -22,9 +22,9 @@ This module is pure integers, and needs no process: it can be asked about 10,000
              +--------------------------+---------------------------------+---> r0's master_S, grad_S
 
     So every bucket is one balanced reduce-scatter straight into ``grad_S``, and every publication one all-gather
-    straight into the parameters' storage: no table of slices, no copy in, no copy out. DeepSpeed owns contiguous
-    ranges instead (``get_data_parallel_partitions``; with one bucket the two pictures are the same), and pays with
-    buckets that belong to one or two ranks only. The picture here is that of "communication boundaries" in the
+    straight into the parameters' storage: no table of slices, and no copy but that of gradients into their bucket.
+    DeepSpeed owns contiguous ranges instead (``get_data_parallel_partitions``; with one bucket the pictures are the
+    same), so that a bucket belongs to one or two ranks. Ours is the picture of "communication boundaries" in the
     DeepSpeed post on stage 1 with reduced communication.
 
     Because starts and parts are multiples of ``ALIGN``, no aligned block of a parameter is ever split between ranks.

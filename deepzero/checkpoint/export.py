@@ -13,8 +13,8 @@ that is being written (:data:`PIECE_BYTES`), and what is read of a checkpoint is
 file that a reader opens first (the index, or the only file) comes last; when an older model is replaced, that file of
 it goes first. A reader never sees parts of two models. When anything fails, what was there before is there again.
 
-Commands: ``python -m tools.export``; ``engine.save_16bit_model``. Source: DeepSpeed's ``zero_to_fp32.py``, which holds
-the whole model.
+Commands: ``python -m tools.export``; ``engine.save_16bit_model``. Source: ``zero_to_fp32.py`` in [DeepSpeed], which
+holds the whole model.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The file is safetensors' format, and safetensors reads it. It is written here because the library takes a copy of every
 tensor first (``bytes``), holding Python's lock, while a training step wants both.
 
-Source: the format is eight bytes of length, a JSON header, the data without holes; safetensors' README.
+Source: the format is eight bytes of length, a JSON header, the data without holes; [safetensors], README.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ Two kernels do the work, on blocks as rows of a matrix: :class:`PlainKernel`, wh
 once, in one order. On a GPU the decoded bits must be equal too, as all ranks decode; a code may differ by one where a
 compiler's division rounds otherwise. The codes of a block with NaN or infinity mean nothing and may differ.
 
-Sources: ZeRO++ (Wang et al. 2023), sections 3.1 and 3.3; DeepSpeed's ``csrc/quantization``.
+Sources: [ZeRO++], sections 3.1 and 3.3; ``csrc/quantization`` in [DeepSpeed].
 """
 
 from __future__ import annotations

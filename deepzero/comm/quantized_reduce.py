@@ -25,8 +25,7 @@ gradient of the same element before that is quantised: nothing is lost in the lo
 become 0, so that an overflow does not linger. **Checkpoints do not hold them**: after a resume they start at 0, and the
 next few steps differ from those of a run that was not stopped by at most one rounding of a gradient.
 
-Source: ZeRO++ (Wang et al. 2023), section 3.3; DeepSpeed's ``runtime/comm/coalesced_collectives.py``; error feedback:
-1-bit SGD (Seide et al. 2014).
+Sources: [ZeRO++], section 3.3; ``runtime/comm/coalesced_collectives.py`` in [DeepSpeed]; error feedback: [1-bit SGD].
 """
 
 from __future__ import annotations

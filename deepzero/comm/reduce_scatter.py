@@ -20,8 +20,8 @@ Two ways of summing:
 Volume per rank: a bucket of B elements sends ``(W-1)/W * B``, in both. Beside ``exact`` a third way may be given, which
 takes some of the buckets: qgZ, in few bits, in ``quantized_reduce.py``.
 
-Sources: the bucket of stage 1 with reduced communication (DeepSpeed post), ``allreduce_bucket`` and
-``reduce_ipg_grads`` in DeepSpeed's ``stage_1_and_2.py``.
+Sources: [stage-1 post] for the bucket; ``allreduce_bucket`` and ``reduce_ipg_grads`` in ``stage_1_and_2.py`` of
+[DeepSpeed].
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ Two families of groups cover what ZeRO++ and hybrid sharding need, both over run
 
     size 2 of W = 6        inside: (0 1) (2 3) (4 5)        across: (0 2 4) (1 3 5)
 
-Sources: ZeRO++ (Wang et al. 2023), sections 3.2 and 3.3; MiCS (Zhang et al. 2022), section 3; DeepSpeed's
-``utils/groups.py``.
+Sources: [ZeRO++], sections 3.2 and 3.3; [MiCS], section 3; ``utils/groups.py`` in [DeepSpeed].
 """
 
 from __future__ import annotations

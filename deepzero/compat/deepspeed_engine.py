@@ -91,7 +91,7 @@ class DeepSpeedEngine(EngineGetters):
             CheckpointError: on every rank. What was saved before is untouched. An asynchronous save's failure is raised
                 by the next call that waits for it.
 
-        Source: ``save_checkpoint`` in DeepSpeed's ``runtime/engine.py``.
+        Source: ``save_checkpoint`` in ``runtime/engine.py`` of [DeepSpeed].
         """
         with_frozen = not exclude_frozen_parameters
         self.checkpointer.save(save_dir, tag, client_state, save_latest, with_frozen, asynchronous, keep_last)
@@ -130,7 +130,7 @@ class DeepSpeedEngine(EngineGetters):
             CheckpointError: on every rank; what was there before is untouched. A name that ends in ``.bin`` or ``.pt``
                 is refused, as nothing is ever pickled.
 
-        Source: ``save_16bit_model`` in DeepSpeed's ``runtime/engine.py``, which writes ``pytorch_model.bin``.
+        Source: ``save_16bit_model`` in ``runtime/engine.py`` of [DeepSpeed], which writes ``pytorch_model.bin``.
         """
         self.checkpointer.save_16bit_model(save_dir, save_filename, not exclude_frozen_parameters, max_shard_size)
         return True
@@ -165,7 +165,7 @@ class DeepSpeedEngine(EngineGetters):
                 damaged. Damage in the middle of a file may be found when some tensors are filled already; then every
                 use of the engine raises until a load succeeds.
 
-        Source: ``load_checkpoint`` in DeepSpeed's ``runtime/engine.py``; there a missing ``latest`` is a warning.
+        Source: ``load_checkpoint`` in ``runtime/engine.py`` of [DeepSpeed]; there a missing ``latest`` is a warning.
         """
         return self.checkpointer.load(
             load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only

@@ -1,6 +1,6 @@
 """DeepSpeed's getters: what an engine says of its sizes, settings and last step. Nothing here changes anything.
 
-Source: the properties and methods of these names in DeepSpeed's ``runtime/engine.py``.
+Source: the properties and methods of these names in ``runtime/engine.py`` of [DeepSpeed].
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 This package is the *one* source of defaults: Hydra starts from these classes, and the files of ``configs/`` choose.
 :mod:`deepzero.config.deepspeed_json` reads DeepSpeed's JSON (``zero_optimization``, ``bf16``, ``fp16`` …) into them.
 
-Sources: DeepSpeed's ``runtime/config.py``, ``runtime/zero/config.py``, ``runtime/constants.py`` for names and meanings.
+Source: [DeepSpeed], ``runtime/config.py``, ``runtime/zero/config.py``, ``runtime/constants.py``: names and meanings.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ silently ignored trains the wrong model for a week), names the full path of the 
 valid one. Values are converted only where nothing can be lost: ``5e8`` is an int where an int is wanted, ``"5e8"`` too
 (YAML 1.1 reads ``5e8`` as a string), ``0.5`` is not.
 
-Sources: the ``check in __post_init__`` habit is torchtitan's.
+Source: [torchtitan], for checking in ``__post_init__``.
 """
 
 from __future__ import annotations

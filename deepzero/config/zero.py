@@ -1,6 +1,6 @@
 """``zero_optimization`` of a DeepSpeed config as frozen dataclasses: what is partitioned, offloaded and quantised.
 
-Sources: DeepSpeed's ``runtime/zero/config.py`` and ``runtime/zero/offload_config.py`` for names and meanings.
+Source: [DeepSpeed], ``runtime/zero/config.py`` and ``runtime/zero/offload_config.py``, for names and meanings.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ permutes ``0 … 4^b - 1``; a result outside ``0 … n-1`` is sent through again
 less than four times on average. Step 1,000,000 costs the same as step 0, memory does not grow with the corpus, and no
 generator is involved whose stream numpy may change between versions: integers only.
 
-Sources: Luby and Rackoff 1988 (why a few rounds are enough), Black and Rogaway 2002 (cycle walking), Steele et al. 2014
-(SplitMix64, the hash).
+Sources: [Feistel rounds] (why a few are enough), [cycle walking], [SplitMix64] (the hash).
 """
 
 from __future__ import annotations

@@ -28,9 +28,8 @@ computes them in fp32 inside the kernel), the rope rotation, the softmax of atte
 Left out: key/value caching in ``generate``, padding, and attention masks besides the causal one (sequences are cut from
 one stream, so none is short).
 
-Sources: Radford et al. 2019 (GPT-2), Touvron et al. 2023 (Llama), Su et al. 2021 (rope), Shazeer 2020 (swiglu),
-Ainslie et al. 2023 (grouped-query attention), Chen et al. 2016 (activation checkpointing), Chowdhery et al. 2022,
-appendix B (PaLM's count of FLOPs, with which published MFUs are computed).
+Sources: [GPT-2], [Llama], [rope], [swiglu], [grouped-query attention], [checkpointing]; [PaLM], appendix B, for the
+count of FLOPs with which published MFUs are computed.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ activation checkpointing), so that MFU measures useful work. Peaks are what the 
 matrix products with fp32 accumulation, without sparsity. A device that is not in the table has no MFU: better none than
 a wrong one.
 
-Sources: NVIDIA data sheets of the named products; Chowdhery et al., "PaLM", 2022, appendix B, for what MFU is.
+Sources: [data sheets] of the named products; [PaLM], appendix B, for what MFU is.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ What moves is a *storage*: two tensors on one storage, or one that is saved twic
 strides. Autograd notices when a saved tensor was changed in place before it is used; here a change may also come
 between pack and a copy that is under way. The same look at the tensor's version finds both, and raises.
 
-Sources: ``cpu_checkpointing`` in DeepSpeed's ``runtime/activation_checkpointing/checkpointing.py``;
-``torch.autograd.graph.save_on_cpu``, which allocates anew in every step.
+Sources: ``cpu_checkpointing`` in ``runtime/activation_checkpointing/checkpointing.py`` of [DeepSpeed];
+``torch.autograd.graph.save_on_cpu`` of [PyTorch], which allocates anew in every step.
 """
 
 from __future__ import annotations

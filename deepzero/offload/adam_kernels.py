@@ -13,7 +13,7 @@ the shares of torch's threads are, so that the same elements fall into the scala
 count. ``compiled`` rounds after each operation (contraction is off): an element's bits depend on its own numbers
 alone, and are those of :func:`adam_lines` in plain torch, with which it is compared before it is used.
 
-Sources: ZeRO-Offload (Ren et al. 2021), section 5, "Optimized CPU execution"; DeepSpeed's
+Sources: [Adam]; [AdamW]; [ZeRO-Offload], section 5, "Optimized CPU execution"; [DeepSpeed]'s
 ``csrc/adam/cpu_adam_impl.cpp`` does it with hand-written vector intrinsics. Left out: AMSGrad, maximization.
 """
 

@@ -11,8 +11,8 @@ Without a GPU a copy is made in line. Then nothing could come too early, and no 
 chaos mode *puts copies off*: by chance, a copy is made when somebody waits for it, and not before. A result that is
 read without waiting is then the old one, and a source that is written over too early arrives wrong.
 
-Source: the data flow of the ZeRO-Offload paper, section 4; ``async_inplace_copy_grad_to_fp32_buffer_from_gpu`` in
-DeepSpeed's ``stage_1_and_2.py``, which is anything but asynchronous with pages that are not locked.
+Sources: [ZeRO-Offload], section 4, for the flow of data; ``async_inplace_copy_grad_to_fp32_buffer_from_gpu`` in
+``stage_1_and_2.py`` of [DeepSpeed], which is anything but asynchronous with pages that are not locked.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ the cache (:mod:`deepzero.offload.adam_kernels`)::
 Everything else is torch's: state and its names, hooks, schedulers, GradScaler's attributes, state dicts that
 ``torch.optim.AdamW`` loads and writes.
 
-Sources: ZeRO-Offload (Ren et al. 2021), section 5, "Optimized CPU execution"; DeepSpeed's ``ops/adam/cpu_adam.py`` for
-the arguments. Left out: AMSGrad, maximization, moments narrower than fp32.
+Sources: [ZeRO-Offload], section 5, "Optimized CPU execution"; ``ops/adam/cpu_adam.py`` in [DeepSpeed] for the
+arguments. Left out: AMSGrad, maximization, moments narrower than fp32.
 """
 
 from __future__ import annotations

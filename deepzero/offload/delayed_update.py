@@ -13,7 +13,7 @@ here, one for the thread and one for the backward pass under way, and new parame
 Masters and moments belong to the thread while it runs: call :meth:`DelayedOptimizerShard.wait_pending_update` before
 they are read, and :meth:`DelayedOptimizerShard.apply_pending_update` before they are written or saved.
 
-Source: section 5.2 of the ZeRO-Offload paper, "One-Step Delayed Parameter Update".
+Source: [ZeRO-Offload], section 5.2, "One-Step Delayed Parameter Update".
 """
 
 from __future__ import annotations

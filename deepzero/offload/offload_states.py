@@ -20,7 +20,7 @@ views of a storage that has no memory for a while, and are right again when it h
 without a look: the program would die.** So every tensor that a program can reach is marked: it changes its class to one
 that answers questions about shape and dtype and raises for everything else.
 
-Sources: ``offload_states`` and ``reload_states`` in DeepSpeed's ``runtime/engine.py`` and
+Source: ``offload_states`` and ``reload_states`` in [DeepSpeed], ``runtime/engine.py`` and
 ``runtime/zero/offload_states.py``, which replaces each tensor by one on the CPU; for stage 3 and without
 ``offload_optimizer`` alone.
 """

@@ -14,8 +14,8 @@ happen to such a bucket::
 :class:`HostOptimizerShard` implements ``runtime/zero/optimizer_shard.py``, which is all that the core sees of it.
 ``offload_plan.py`` decides what is here and takes the memory.
 
-Sources: section 4 of the ZeRO-Offload paper ("transferred to the CPU memory … as soon as they become available", "we
-tile the parameters … and overlap"); ZeRO-Offload++ for ``ratio``.
+Sources: [ZeRO-Offload], section 4: gradients leave as they are ready, and parameters come back in pieces while others
+are stepped on; [ZeRO-Offload++] for ``ratio``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ of its own, so that whoever counts storages counts each once.
 On a machine without a GPU nothing is locked, and everything else is the same: what is in the arena is "host", what is
 outside of it is "device", and copies go between the two.
 
-Source: section 4 of the ZeRO-Offload paper for what lives there; DeepSpeed's ``pin_memory``.
+Sources: [ZeRO-Offload], section 4, for what lives there; ``pin_memory`` of [DeepSpeed].
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The model is bandwidth and latency, with two kinds of links: inside a node, each rank has one of its own; between nodes,
 the ranks of a node share what leaves it. A message of n bytes takes ``latency + n / bandwidth``.
 
-Figures: NVLink 4 and InfiniBand HDR as in the post on a single number ("900 GB/s total bidirectional", "around 200 Gb/s
-per port"; a port per GPU); the two clusters, their nodes and their bandwidth between nodes as in the table of the post
-on stage 1 with reduced communication. Peak rates and memory are the makers'. Latencies are typical ones.
+Figures: NVLink 4 and InfiniBand HDR as in [single number] (900 GB/s, both ways together; 200 Gb/s a port, and a port
+per GPU); the two clusters, their nodes and their bandwidth between nodes as in the table of [stage-1 post]. Peak rates
+and memory are the makers'. Latencies are typical ones.
 """
 
 from __future__ import annotations

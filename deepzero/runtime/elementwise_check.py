@@ -12,7 +12,7 @@ keep three attributes and drop all others (``Optimizer.__getstate__``), and a cl
 (DeepSpeedCPUAdam) frees it when the copy dies. So :func:`borrowed` puts other things into the object itself, and puts
 everything back, also after an exception.
 
-Source: ``torch/optim/optimizer.py`` for what an optimizer consists of.
+Source: [PyTorch], ``torch/optim/optimizer.py``, for what an optimizer consists of.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def initialize(
         >>> engine.global_steps
         1
 
-    Source: ``deepspeed/__init__.py``.
+    Source: [DeepSpeed], ``__init__.py``.
     """
     settings, problem = EngineConfig(), None
     try:

@@ -16,8 +16,8 @@ A *dynamic* scale rides the edge. With a ``window`` of w steps and a ``hysteresi
 The scale that multiplies a loss must be the one that later divides its gradients: **read** ``scale`` **before**
 ``update``. (DeepSpeed 0.19.8 updates first: on each step that doubles its scale, the optimizer sees half the gradient.)
 
-Sources: the numbers are those of DeepSpeed's ``runtime/fp16/loss_scaler.py`` (which comes from Megatron-LM), tested
-against it; the method is Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
+Sources: the numbers are those of ``runtime/fp16/loss_scaler.py`` in [DeepSpeed], which comes from [Megatron-LM], tested
+against it; the method is that of [mixed precision], section 3.2.
 """
 
 from __future__ import annotations

@@ -26,10 +26,9 @@ after the first ``step()``: step k > 0 has the value of iteration k - 1, so warm
 with the default ``warmup_min_lr`` of 0 the first two optimizer steps move no parameter; scripts tuned there get the
 same here. Where DeepSpeed warns and goes on (an unknown ``warmup_type``), these raise. ``LRRangeTest`` is left out.
 
-Sources: DeepSpeed's ``runtime/lr_schedules.py`` for its names, defaults and values, against which they are tested; the
-cosine is Loshchilov and Hutter, "SGDR", 2017, in nanoGPT's form; warm-up, stable, decay is Hu et al., "MiniCPM", 2024,
-with a fifth of the run for the decay from Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed
-Training Durations", 2024; the one cycle is Smith, "A disciplined approach to neural network hyper-parameters", 2018.
+Sources: ``runtime/lr_schedules.py`` in [DeepSpeed] for its names, defaults and values, against which they are tested;
+the cosine is that of [SGDR], in the form of [nanoGPT]; warm-up, stable, decay is that of [MiniCPM], with a fifth of the
+run for the decay from [fixed durations]; [one cycle].
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ Sent by one rank per optimizer step, in elements, mean over ranks: one reduce-sc
 the coordinator executes, so what is read off it, once the first step has shown the order of modules, is no estimate.
 Besides, ranks exchange one message of 2 KiB per step (``consistency.py``).
 
-Sources: "Partitioning" and "Communication volume analysis" of the stage-2 notes; ZeRO paper, sections 3, 5 and 7.
+Sources: [stage-2 notes], "Partitioning" and "Communication volume analysis"; [ZeRO], sections 3, 5 and 7.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Torch creates optimizer state in the first ``step()``. For Adam that is twice the masters' memory, and it arrives after
 the data was loaded, the model compiled and a first batch computed. A run that does not fit should say so at the start.
 
-Source: the states are those that the classes in ``torch/optim/`` create in their first step; a test compares them with
-it for each class.
+Source: [PyTorch]; the states are those that the classes in ``torch/optim/`` create in their first step, and a test
+compares them for each class.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ names without a dot. All other arithmetic is torch's, in its fused kernels where
 What ZeRO needs of an optimizer is found out elsewhere and for any class: :mod:`deepzero.runtime.elementwise_check` asks
 whether it may be cut up, :mod:`deepzero.runtime.optimizer_state` allocates its state in advance.
 
-Source: DeepSpeed's ``runtime/engine.py`` (``_configure_basic_optimizer``) and ``ops/adam/`` for names and defaults.
+Source: [DeepSpeed], ``runtime/engine.py`` (``_configure_basic_optimizer``) and ``ops/adam/``: names and defaults.
 """
 
 from __future__ import annotations

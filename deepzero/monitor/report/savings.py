@@ -5,7 +5,7 @@ the optimizer's moments: with Adam in bf16 or fp16 ``2Ψ + 2Ψ + 4Ψ + 8Ψ = 16�
 masters, ``4Ψ + 4Ψ + 8Ψ = 16Ψ`` as well. With W ranks the sources' forms are ``4Ψ + 12Ψ/W`` for stage 1, ``2Ψ + 14Ψ/W``
 for stage 2 and ``16Ψ/W`` for stage 3. A run that sums gradients in fp32 has wider ones, and says so.
 
-Source: "Partitioning" of the stage-2 notes; ZeRO paper, sections 3 and 5.
+Sources: [stage-2 notes], "Partitioning"; [ZeRO], sections 3 and 5.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ executes the plan in the steps after it. One *use* of a trace is a set of bucket
 those of a module's parameters in the forward pass, or the bucket of a saved weight in the backward pass. A use that
 needs nothing beyond the one before it is not listed: ten modules in one bucket are one use.
 
-Source: ``fetch_sub_module`` and ``__params_to_release`` in DeepSpeed's ``partitioned_param_coordinator.py``, for the
+Source: ``fetch_sub_module`` and ``__params_to_release`` in ``partitioned_param_coordinator.py`` of [DeepSpeed], for the
 meaning of the three limits.
 """
 

@@ -15,7 +15,7 @@ micro-batches once. All ranks launch buckets in one order, each as soon as it is
 completed when the backward pass ends counts as zeros.
 
 Sources: ``reduce_ipg_grads``, ``reduce_ready_partitions_and_remove_grads`` and
-``independent_gradient_partition_epilogue`` in DeepSpeed's ``stage_1_and_2.py``.
+``independent_gradient_partition_epilogue`` in ``stage_1_and_2.py`` of [DeepSpeed].
 """
 
 from __future__ import annotations

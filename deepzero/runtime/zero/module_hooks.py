@@ -20,7 +20,7 @@ Leaf modules (:func:`set_z3_leaf_modules`) are fetched as one, for forward and b
 that is what a mixture of experts needs, where each rank's tokens choose their own experts. A compiled module
 (``torch.compile``) is fetched as one too: its hooks run outside the compiled code, and there are none inside.
 
-Sources: ``setup_zero_stage3_hooks`` in DeepSpeed's ``parameter_offload.py``; ``utils/z3_leaf_module.py``. DeepSpeed
+Source: [DeepSpeed], ``setup_zero_stage3_hooks`` in ``parameter_offload.py``; ``utils/z3_leaf_module.py``. DeepSpeed
 fetches for the backward pass at module boundaries, and replaces ``F.linear`` by a function that saves no view.
 """
 

@@ -3,7 +3,7 @@
 The declarations belong to the modules and live as long as they do, whatever engine they are given to. A leaf is marked
 on the module itself, as DeepSpeed marks it; a copy of the module is a leaf, too.
 
-Sources: DeepSpeed's ``utils/z3_leaf_module.py``, and ``register_external_parameter`` in ``partition_parameters.py``.
+Source: [DeepSpeed], ``utils/z3_leaf_module.py``, and ``register_external_parameter`` in ``partition_parameters.py``.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ Volume of one gather per rank, n bytes a message: over all ranks ``(W-1) n``, of
 inside ``(H-1) W/H n``. Memory of the secondary partition: ``W/H n``, for a bucket of Ψ elements ``cΨ/H`` (c bytes an
 element, 1.002 with qwZ).
 
-Sources: ZeRO++ (Wang et al. 2023), sections 3.1 and 3.2; MiCS (Zhang et al. 2022); DeepSpeed's ``ds_secondary_tensor``.
+Sources: [ZeRO++], sections 3.1 and 3.2; [MiCS]; ``ds_secondary_tensor`` in [DeepSpeed].
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@
     used outside its module is found in this way, without registration (``register_external_parameter``, which lets it
     come earlier, is in ``module_registry.py``). Anything else raises and says what to do.
 
-Sources: ``Init``, ``_partition_param``, ``_all_gather_params``, ``GatheredParameters``, ``ZeroParamStatus`` and the
-``ds_*`` names in DeepSpeed's ``partition_parameters.py``; P_os+g+p in the ZeRO paper, section 5.3.
+Sources: ``Init``, ``_partition_param``, ``GatheredParameters``, ``ZeroParamStatus`` and the ``ds_*`` names in
+``partition_parameters.py`` of [DeepSpeed]; ``_all_gather_params`` in [stage-3 guide]; P_os+g+p in [ZeRO], section 5.3.
 """
 
 from __future__ import annotations

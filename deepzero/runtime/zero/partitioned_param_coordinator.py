@@ -15,7 +15,7 @@ Evaluation has a trace of its own, kept apart by autograd's grad mode: a validat
 plan of training. When a use comes that the plan does not expect, the plan is dropped with one line, and recorded again.
 
 Sources: ``PartitionedParameterCoordinator``, ``fetch_sub_module``, ``release_sub_module``, ``InflightParamRegistry`` in
-DeepSpeed's ``partitioned_param_coordinator.py``.
+``partitioned_param_coordinator.py`` of [DeepSpeed]; [stage-3 guide], "Code Flow for Forward Pass".
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ and travel once per step.
     5 step            ``optimizer_shard.py:OptimizerShard.step``, on the masters
     6 publish         ``PartitionedParamGroup.cast_masters``: into ``shard_S``; only persistent parameters are sent
 
-Sources: P_os+g+p in the ZeRO paper (sections 5.3 and 7.2.2); DeepSpeed's ``stage3.py``.
+Sources: P_os+g+p in [ZeRO], sections 5.3 and 7.2.2; [stage-3 guide]; ``stage3.py`` in [DeepSpeed].
 """
 
 from __future__ import annotations

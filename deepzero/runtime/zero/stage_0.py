@@ -12,7 +12,7 @@ as stages 1 and 2, where a rank uses the fp32 sum of its part without sending it
 The gradients' way is that of all stages (``gradient_reduction.py``), with a reducer that hands out whole sums. Left out
 on purpose: overlap with the backward pass.
 
-Sources: "Data Parallelism" of the stage-1 notes, ``allreduce_bucket`` of the DeepSpeed post on reduced communication.
+Sources: [stage-1 notes], "Data Parallelism"; [stage-1 post], ``allreduce_bucket``.
 """
 
 from __future__ import annotations

@@ -36,9 +36,8 @@ gradients is filled and sent is in ``gradient_reduction.py``, which all stages s
     multiples of ``ALIGN`` elements; so an element is in a tail here exactly if it is in a loop over the parameters
     themselves, in every stage, at every W.
 
-Sources: "ZeRO Stage 1" and "Stage 1 Code" of the stage-1 notes; P_os and P_os+g of the ZeRO paper (section 5); the
-DeepSpeed post on stage 1 with reduced communication; DeepSpeed's ``runtime/zero/stage_1_and_2.py``, whose names are
-kept.
+Sources: [stage-1 notes], "ZeRO Stage 1" and "Stage 1 Code"; P_os and P_os+g in [ZeRO], section 5, and in
+[stage-2 notes]; [stage-1 post]; ``runtime/zero/stage_1_and_2.py`` in [DeepSpeed], whose names are kept.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ ALL_GATHER = "parameters.all_gather"
 def get_data_parallel_partitions(flat: torch.Tensor, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     """The W equal parts of one bucket of ``flat``, as views; part r belongs to rank r.
 
-    Source: "Stage 1 Code" of the stage-1 notes.
+    Source: [stage-1 notes], "Stage 1 Code".
     """
     # DeepSpeed's function of this name cuts the whole flat buffer into W ranges; with one bucket the two agree, but for
     # the padding that makes ours equal.
@@ -327,7 +326,7 @@ class ZeroStage1And2:
     def all_gather_dp_groups(self) -> None:
         """Cast each bucket's masters into my part of it, and launch its all-gather, in place.
 
-        Source: the function of this name in DeepSpeed's ``runtime/utils.py``.
+        Source: the function of this name in ``runtime/utils.py`` of [DeepSpeed].
         """
         # Bucket by bucket, so that one is cast while the one before it travels.
         for i, group in enumerate(self.groups):

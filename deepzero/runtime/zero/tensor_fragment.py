@@ -18,7 +18,7 @@ mean of ``value * divisor`` may differ from ``value`` in its last bit, equally i
 **Masters**: the parameter in the compute dtype follows at once, wherever the stage keeps it, and no bit of the fp32
 value is lost. DeepSpeed changes the master alone; its parameter follows with the next step.
 
-Source: ``deepspeed/utils/tensor_fragment.py``.
+Source: [DeepSpeed], ``utils/tensor_fragment.py``.
 """
 
 from __future__ import annotations

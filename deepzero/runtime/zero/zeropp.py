@@ -14,7 +14,7 @@ below ``min_weight_snr_db`` or ``min_gradient_snr_db`` travels unquantised from 
 A step that is skipped is not measured; the next one is. The decision is not saved: a run that goes on from a checkpoint
 measures in its first step, and decides again.
 
-Sources: section 5.3 of ZeRO++ (Wang et al. 2023) compares loss curves and no more; the measure is deepzero's own.
+Source: section 5.3 of [ZeRO++] compares loss curves and no more; the measure is deepzero's own.
 """
 
 from __future__ import annotations
