@@ -6,23 +6,10 @@ from collections import defaultdict
 import pytest
 
 from deepzero.runtime.grad_norm import layer_of
-from tests.distributed.training import built, config, make_batch, make_model, one_step
+from tests.distributed.pool import on_ranks
+from tests.distributed.training import built, check_alike, config, make_batch, make_model, one_step
 
 ACCUMULATION, MICRO = 2, 2
-
-
-def layer_norms(rank, world, changes):
-    """One step's norms by layer, before any step and after it, and the global norm."""
-    settings = config(
-        **{"bucket": 700, "gradient_clipping": 0.01, "train_micro_batch_size_per_gpu": MICRO,
-           "gradient_accumulation_steps": ACCUMULATION, **changes},
-    )  # fmt: skip
-    engine = built(settings)
-    before = engine.gradient_norms()
-    one_step(engine, rank, world, 0)
-    found, whole = engine.gradient_norms(), engine.last_step.grad_norm
-    engine.destroy()
-    return before, found, whole
 
 
 def expected(world):
@@ -47,12 +34,17 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_layers_have_the_norms_of_plain_torch(ranks, case):
-    world = 3
-    everyone = ranks.run(layer_norms, CASES[case], world_size=world)
-    before, found, whole = everyone[0]
-    assert before == {}
-    assert all(other == everyone[0] for other in everyone)
+@on_ranks(3)
+def test_layers_have_the_norms_of_plain_torch(rank, world, case):
+    settings = config(
+        **{"bucket": 700, "gradient_clipping": 0.01, "train_micro_batch_size_per_gpu": MICRO,
+           "gradient_accumulation_steps": ACCUMULATION, **CASES[case]},
+    )  # fmt: skip
+    engine = built(settings)
+    assert engine.gradient_norms() == {}
+    whole, found = one_step(engine, rank, world).grad_norm, engine.gradient_norms()
+    engine.destroy()
+    check_alike((found, whole))
     assert found == pytest.approx(expected(world), rel=2e-2 if CASES[case].get("precision") else 1e-5)
     assert {"gradients/blocks.0", "gradients/blocks.1", "gradients/embed", "gradients/norm"} == set(found)
     assert math.sqrt(sum(norm**2 for norm in found.values())) == pytest.approx(whole, rel=1e-6)

@@ -10,7 +10,8 @@ import pytest
 
 import deepzero
 from deepzero.comm import profiler_ranges
-from tests.distributed.training import built, config, my_micro_batches
+from tests.distributed.pool import on_ranks
+from tests.distributed.training import WHOLE, built, config, my_micro_batches
 
 PACKAGE = os.path.dirname(deepzero.__file__) + os.sep
 
@@ -68,22 +69,17 @@ def check(chain, most):
     assert len(files) == len(set(files)), told
 
 
-def reductions(rank, world, settings, watched):
-    engine = built(settings)
-    ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
-    loss = engine(ids, labels)
+@pytest.mark.parametrize("watched", [False, True], ids=["alone", "watched"])
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@on_ranks()
+def test_from_a_gradient_to_its_bucket(rank, world, watched, offload):
+    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    engine = built(config(stage=2, bucket=800, zero=zero))
+    loss = engine(*my_micro_batches(0, rank, world, 2, 1)[0])
     with observers(engine, watched), chains({"isend"}, {"_engine_run_backward"}) as found:
         engine.backward(loss)
     engine.step()
     engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("watched", [False, True], ids=["alone", "watched"])
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
-def test_from_a_gradient_to_its_bucket(ranks, watched, offload):
-    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
-    found = ranks.run(reductions, config(stage=2, bucket=800, zero=zero), watched, world_size=2)[0]
     inside = [chain for chain in found if chain[0][1].endswith("_gradient_ready")]
     assert len(inside) > 3  # buckets leave while gradients are still to come
     for chain in inside:
@@ -91,20 +87,14 @@ def test_from_a_gradient_to_its_bucket(ranks, watched, offload):
         check(chain, 7)
 
 
-def fetches(rank, world, zero, watched):
-    settings = config(stage=3, bucket=800, zero={"stage3_param_persistence_threshold": 0, **zero})
-    engine = built(settings)
-    ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
-    with observers(engine, watched), chains({"isend"}, {"_call_impl"}) as found:
-        engine(ids, labels)
-    engine.destroy()
-    return found
-
-
 @pytest.mark.parametrize("watched", [False, True], ids=["alone", "watched"])
 @pytest.mark.parametrize("quantized", [False, True], ids=["plain", "qwZ"])
-def test_from_a_module_to_its_all_gather(ranks, watched, quantized):
-    found = ranks.run(fetches, {"zero_quantized_weights": quantized}, watched, world_size=2)[0]
+@on_ranks()
+def test_from_a_module_to_its_all_gather(rank, world, watched, quantized):
+    engine = built(config(stage=3, bucket=800, zero={**WHOLE, "zero_quantized_weights": quantized}))
+    with observers(engine, watched), chains({"isend"}, {"_call_impl"}) as found:
+        engine(*my_micro_batches(0, rank, world, 2, 1)[0])
+    engine.destroy()
     assert len(found) > 3
     for chain in found:
         assert chain[0][1].endswith("pre_forward") and "fetch_sub_module" in chain[1][1]

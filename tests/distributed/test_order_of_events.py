@@ -2,15 +2,17 @@
 
 import pytest
 
-from tests.distributed.training import built, config, one_step
+from tests.distributed.pool import on_ranks
+from tests.distributed.training import make_model, one_step, start
 
 REDUCE, GATHER, AGREE = "gradients.reduce_scatter", "parameters.all_gather", "agreement.all_reduce"
 
 
-def events(rank, world, settings):
-    engine = built(settings)
+def events(rank, world, **changes):
+    """Of one step; and the number of buckets."""
+    engine = start(make_model(), bucket=800, **changes)
     engine.ledger.trace = True
-    one_step(engine, rank, world, 0)
+    one_step(engine, rank, world)
     return [(e.what, e.kind, e.where) for e in engine.ledger.events], len(engine.zero.groups[0].layout.buckets)
 
 
@@ -19,8 +21,9 @@ def positions(log, what, kind=""):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_stage_2_reduces_during_the_backward_pass(ranks, overlap):
-    log, buckets = ranks.run(events, config(stage=2, bucket=800, overlap=overlap), world_size=2)[0]
+@on_ranks()
+def test_stage_2_reduces_during_the_backward_pass(rank, world, overlap):
+    log, buckets = events(rank, world, stage=2, overlap=overlap)
     launches, end = positions(log, "launch", REDUCE), positions(log, "backward_end")[0]
     assert len(launches) == buckets > 3
     # 3: most buckets leave while gradients are still to come; all have left when the pass ends.
@@ -34,9 +37,9 @@ def test_stage_2_reduces_during_the_backward_pass(ranks, overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_stage_1_reduces_once(ranks, overlap):
-    settings = config(stage=1, bucket=800, gradient_accumulation_steps=3, overlap=overlap)
-    log, buckets = ranks.run(events, settings, world_size=2)[0]
+@on_ranks()
+def test_stage_1_reduces_once(rank, world, overlap):
+    log, buckets = events(rank, world, stage=1, gradient_accumulation_steps=3, overlap=overlap)
     launches, ends = positions(log, "launch", REDUCE), positions(log, "backward_end")
     assert len(launches) == buckets and len(ends) == 3
     # After the last backward pass, or during it; never in an earlier one.
@@ -44,8 +47,9 @@ def test_stage_1_reduces_once(ranks, overlap):
     check_tail(log, max(launches[-1], ends[2]) if not overlap else ends[2])
 
 
-def test_stage_0_reduces_and_gathers_gradients(ranks):
-    log, buckets = ranks.run(events, config(stage=0, bucket=800), world_size=2)[0]
+@on_ranks()
+def test_stage_0_reduces_and_gathers_gradients(rank, world):
+    log, buckets = events(rank, world, stage=0)
     assert len(positions(log, "launch", "gradients.all_gather")) == buckets
     assert not positions(log, "launch", GATHER)
 

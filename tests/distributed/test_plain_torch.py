@@ -41,15 +41,9 @@ def moment(engine, optimizer, param, state):
 @on_ranks(1)
 def test_one_rank_is_the_plain_loop(rank, world, name, stage):
     """20 steps beside a plain loop; every parameter and every moment compared after each. Returns steps compared."""
-    bucket = 1500
-    plain = make_model()
-    reference = build(name, plain.parameters())
-    model = make_model()
-    engine, optimizer, _, _ = deepzero.initialize(
-        model=model,
-        optimizer=build(name, model.parameters()),
-        config=config(stage=stage, bucket=bucket, gradient_clipping=0),
-    )
+    plain, model = make_model(), make_model()
+    reference, optimizer = (build(name, one.parameters()) for one in (plain, model))
+    engine = built(config(stage=stage, bucket=1500, gradient_clipping=0), model, optimizer=optimizer)
     for step in range(20):
         ids, labels = make_batch(step, 2)
         reference.zero_grad()
@@ -93,11 +87,7 @@ def test_gradients_against_double(ranks, stage, world, micro, accumulation):
         for name, param in model.named_parameters():
             difference = (ours[name] - param.grad).norm() / param.grad.norm()
             # The reference is subtracted from parameters of size 1, in fp32: that rounding is part of the difference.
-            assert difference < 1e-6 + 2e-7 * before_over_gradient(param), name
-
-
-def before_over_gradient(param):
-    return float(param.detach().norm() / param.grad.norm())
+            assert difference < 1e-6 + 2e-7 * float(param.detach().norm() / param.grad.norm()), name
 
 
 def losses_and_parameters(rank, world, stage, optimizer, steps):

@@ -8,7 +8,8 @@ import torch
 
 import deepzero
 from deepzero import zero
-from tests.distributed.training import config
+from tests.distributed.pool import on_ranks
+from tests.distributed.training import check_alike, config
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -84,7 +85,10 @@ def build(kind, stage, settings):
     return model.eval()
 
 
-def train(rank, world, kind, precision):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", MODELS)
+@on_ranks(timeout=110)
+def test_same_bits(rank, world, kind, precision):
     outcomes = []
     for stage in (2, 3, "init"):
         settings = config(stage=2 if stage == 2 else 3, precision=precision, bucket=5000, overlap=True)
@@ -101,14 +105,5 @@ def train(rank, world, kind, precision):
             losses.append((engine.last_step.loss, engine.last_step.grad_norm))
         outcomes.append((losses, engine.params_sha256()))
         engine.destroy()
-    return outcomes
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", MODELS)
-def test_same_bits(ranks, kind, precision):
-    results = ranks.run(train, kind, precision, world_size=2, timeout=110)
-    for two, three, with_init in (*results, results[0]):
-        assert two == three
-        assert two == with_init
-        assert two == results[0][0]
+    assert outcomes == [outcomes[0]] * 3
+    check_alike(outcomes[0])

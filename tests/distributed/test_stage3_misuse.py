@@ -20,9 +20,11 @@ from tests.distributed.test_stage3_models import Base, Moe, batch, make
 from tests.distributed.training import WHOLE, config, same_in_stages_2_and_3, start
 
 
-def engine_of(**changes):
+def engine_of(frozen=False, **changes):
+    model = make("base")
+    model.second.weight.requires_grad_(not frozen)
     changes.setdefault("bucket", 10**6)  # everything in one bucket
-    return start(make("base"), stage=3, zero=WHOLE, **changes)
+    return start(model, stage=3, zero=WHOLE, **changes)
 
 
 def step(engine, rank, number=0):
@@ -70,11 +72,15 @@ def through_data(rank, world):
     step(engine, rank)  # it goes on
 
 
-def written_on_one_rank(rank, world, frozen):
+def two_steps(engine, rank):
+    return [step(engine, rank, number) for number in (0, 1)]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@on_ranks()
+def test_a_write_on_one_rank_is_refused_on_all_and_leaves_nothing_behind(rank, world, frozen):
     """Rank 1 alone writes what stays gathered until the boundary; the step after that is a first step."""
-    model = make("base")
-    model.second.weight.requires_grad_(not frozen)
-    engine = start(model, stage=3, zero=WHOLE, bucket=10**6)
+    engine, healthy = engine_of(frozen=frozen), engine_of(frozen=frozen)
     spoiled = engine.module.second if frozen else engine.module.first
     hook = spoiled.register_forward_hook(clamp) if rank == 1 else None
     with pytest.raises(RuntimeError if rank == 0 else PartitionedUseError, match="weight' was written") as error:
@@ -82,22 +88,11 @@ def written_on_one_rank(rank, world, frozen):
     assert str(error.value).startswith("rank 1: ") == (rank == 0)
     if hook is not None:
         hook.remove()
-    return [step(engine, rank, number) for number in (0, 1)]
+    assert two_steps(engine, rank) == two_steps(healthy, rank)
 
 
-def healthy(rank, world, frozen):
-    model = make("base")
-    model.second.weight.requires_grad_(not frozen)
-    engine = start(model, stage=3, zero=WHOLE, bucket=10**6)
-    return [step(engine, rank, number) for number in (0, 1)]
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_write_on_one_rank_is_refused_on_all_and_leaves_nothing_behind(ranks, frozen):
-    assert ranks.run(written_on_one_rank, frozen, world_size=2) == ranks.run(healthy, frozen, world_size=2)
-
-
-def breaks_at_the_boundary(rank, world):
+@on_ranks()
+def test_a_step_that_breaks_off_at_the_boundary_is_begun_again(rank, world):
     engine = engine_of()
     disagrees = RankMismatchError("other collectives")
     broken = [("engine.agree", disagrees), ("engine.Engine._end_passes", ValueError("sums"))]
@@ -112,11 +107,7 @@ def breaks_at_the_boundary(rank, world):
     with left, mock.patch("deepzero.runtime.engine.agree", side_effect=AssertionError), pytest.raises(RankLeftError):
         step(engine, rank, 1)
     engine.discard_gradients()
-    return [step(engine, rank, number) for number in (0, 1)]
-
-
-def test_a_step_that_breaks_off_at_the_boundary_is_begun_again(ranks):
-    assert ranks.run(breaks_at_the_boundary, world_size=2) == ranks.run(healthy, False, world_size=2)
+    assert two_steps(engine, rank) == two_steps(engine_of(), rank)
 
 
 def load_on_the_way(rank, world):

@@ -14,7 +14,7 @@ import deepzero
 from deepzero import zero
 from deepzero.runtime.zero.module_hooks import is_compiled
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import WHOLE, config, same_in_stages_2_and_3, start
+from tests.distributed.training import WHOLE, check_alike, config, same_in_stages_2_and_3, start
 
 WIDTH = 24
 
@@ -149,12 +149,8 @@ def make(kind):
     return MODELS[kind]()
 
 
-def loss_of(output):
-    return output.loss if isinstance(output, Output) else output
-
-
-def run(rank, world, kind, precision, forwards=1):
-    """Stage 2, then stage 3 in three settings: losses, norms, hash."""
+def check(rank, kind, precision, forwards=1):
+    """Stage 2, and stage 3 in three settings: the same losses, norms and hash."""
     settings = [config(stage=2, precision=precision)]
     for bucket, fetch in ((700, {}), (700, {"stage3_prefetch_bucket_size": 0}), (10**6, {})):
         settings.append(config(stage=3, precision=precision, bucket=bucket, overlap=True, zero={**WHOLE, **fetch}))
@@ -166,28 +162,29 @@ def run(rank, world, kind, precision, forwards=1):
         for step in range(3):
             dtype = torch.bfloat16 if precision == "bf16" else torch.float32
             inputs = [batch(step + 10 * k, rank).to(dtype) for k in range(forwards)]
-            engine.backward(sum(loss_of(engine(x)).float() for x in inputs))
+            outputs = [engine(x) for x in inputs]
+            engine.backward(sum((out.loss if isinstance(out, Output) else out).float() for out in outputs))
             engine.step()
             seen.append((engine.last_step.loss, engine.last_step.grad_norm))
         outcomes.append((seen, engine.params_sha256()))
         assert one["zero_optimization"]["stage"] == 2 or engine.stage.coordinator.training.dropped == 0
         engine.destroy()
-    return outcomes
+    assert outcomes == [outcomes[0]] * len(settings)
+    check_alike(outcomes[0])
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", MODELS)
-def test_same_bits(ranks, kind):
+@on_ranks()
+def test_same_bits(rank, world, kind):
     for precision in ("fp32", "bf16") if kind != "function" else ("fp32",):
-        results = ranks.run(run, kind, precision, world_size=2)
-        assert all(outcome == results[0][0] for per_rank in results for outcome in per_rank)
+        check(rank, kind, precision)
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_two_forwards_before_one_backward(ranks, world):
+@on_ranks(None)
+def test_two_forwards_before_one_backward(rank, world):
     for kind in ("base", "outside"):
-        results = ranks.run(run, kind, "fp32", 2, world_size=world)
-        assert all(outcome == results[0][0] for per_rank in results for outcome in per_rank)
+        check(rank, kind, "fp32", 2)
 
 
 class Stack(nn.Module):
@@ -203,50 +200,39 @@ class Stack(nn.Module):
         return x.pow(2).mean()
 
 
-def compiled(rank, world):
+@pytest.mark.slow
+@on_ranks(timeout=110)
+def test_compiled_blocks(rank, world):
+    def stack(how):
+        torch.compiler.reset()
+        model = Stack()
+        if how == "all":
+            model.compile(backend="aot_eager")
+        for number, block in enumerate(model.blocks):
+            if how == "in place":
+                block.compile(backend="aot_eager")
+            elif how == "wrapped":
+                model.blocks[number] = torch.compile(block, backend="aot_eager")
+        return model
+
+    def step(engine, number):
+        engine.backward(engine(batch(number, rank)))
+        engine.step()
+        seen[how].append((engine.last_step.loss, engine.last_step.grad_norm))
+        return seen[how][-1]
+
+    seen = {"in place": [], "wrapped": [], "all": []}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # dynamo looks at .grad of tensors that have none
-        return compile_in_three_ways(rank)
-
-
-def compile_in_three_ways(rank):
-    outcomes = []
-    for stage in (2, 3):
-        for how in ("in place", "wrapped", "all"):
-            torch.compiler.reset()
-            torch.manual_seed(0)
-            model = Stack()
-            if how == "all":
-                model.compile(backend="aot_eager")
-            for number, block in enumerate(model.blocks):
-                if how == "in place":
-                    block.compile(backend="aot_eager")
-                elif how == "wrapped":
-                    model.blocks[number] = torch.compile(block, backend="aot_eager")
-            engine, *_ = deepzero.initialize(
-                model=model, config=config(stage=stage, bucket=700, zero=WHOLE if stage == 3 else {})
-            )
-            losses = []
-            for step in range(3):
-                engine.backward(engine(batch(step, rank)))
-                engine.step()
-                losses.append((engine.last_step.loss, engine.last_step.grad_norm))
-            outcomes.append(losses)
-            assert stage == 2 or engine.stage.coordinator.training.dropped == 0
-            engine.destroy()
-    return outcomes
+        for how in seen:
+            same_in_stages_2_and_3(lambda stage, how=how: stack(how), step)
+    assert seen["in place"] == seen["wrapped"] == seen["all"]
 
 
 def test_both_ways_to_compile_are_known():
     wrapped, called = torch.compile(nn.Linear(2, 2), backend="eager"), nn.Linear(2, 2)
     called.compile(backend="eager")
     assert [is_compiled(module) for module in (wrapped, called, nn.Linear(2, 2))] == [True, True, False]
-
-
-@pytest.mark.slow
-def test_compiled_blocks(ranks):
-    for outcomes in ranks.run(compiled, world_size=2, timeout=110):
-        assert all(outcome == outcomes[0] for outcome in outcomes)
 
 
 class Experts(nn.Module):
