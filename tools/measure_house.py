@@ -27,7 +27,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1360, 1150),
     "deepzero/comm": (3402, 2720),
     "deepzero/runtime": (3518, 3050),
-    "deepzero/runtime/zero": (5623, 4550),
+    "deepzero/runtime/zero": (5614, 4550),
     "deepzero/offload": (2796, 2500),
     "deepzero/checkpoint": (3576, 2610),
     "deepzero/launch": (694, 650),
@@ -188,7 +188,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
     path = [house[name] for name in reading_path(root)]
     counts = [source.comments_and_code() for source in path]
     density = round(100 * sum(comments for comments, _ in counts) / max(sum(code for _, code in counts), 1), 1)
-    yield Row("lines of the reading path", sum(source.lines for source in path), 5940, 5500, f"{len(path)} files")
+    yield Row("lines of the reading path", sum(source.lines for source in path), 5931, 5500, f"{len(path)} files")
     yield Row("comments per 100 lines of code on it", density, 13, 12, least=True)
 
     package, zero = files_of(house, "deepzero"), files_of(house, "deepzero/runtime/zero")

@@ -176,7 +176,7 @@ def follow(engine: DeepSpeedEngine, plan: FetchPlan) -> None:
     """
     if not isinstance(stage := engine.stage, ZeroStage3):
         raise ConfigError(f"zero.stage={engine.config.zero.stage}: only stage 3 follows a plan of fetches")
-    numel = {bucket.key: bucket.numel for bucket in stage.coordinator.buckets}
+    numel = stage.coordinator.numels
     if numel != plan.numel:
         raise ConfigError(
             f"the plan is about {len(plan.numel)} buckets of {sum(plan.numel.values()):,} elements, and this engine "

@@ -352,7 +352,7 @@ def planned(buckets: Sequence[PartitionedBucket], plan: FetchPlan) -> tuple[dict
             if gather.source.on_host and not kept:  # this rank's part comes from host memory first
                 world, true = gather.comm.world_size, bucket.layout.true_numel()
                 part_bytes = bucket.layout.shard_numel * gather.dtype.itemsize
-                fetched.add(Traffic(1, true / world, (bucket.numel - true) / world, part_bytes))
+                fetched.add(Traffic(1, true / world, (bucket.layout.numel - true) / world, part_bytes))
     traffic = {**forms, **_replicas(buckets), **({FETCH: fetched} if fetched.calls else {})}
     return traffic, most_flying * max((bucket.gather.scratch_bytes for bucket in buckets), default=0)
 

@@ -90,11 +90,6 @@ class PartitionedBucket:
             param._zero.bucket, param._zero.slot = self, slot
 
     @property
-    def numel(self) -> int:
-        """Elements of the whole bucket, padding included."""
-        return self.layout.numel
-
-    @property
     def shard(self) -> torch.Tensor:
         """1-D ``[shard_numel]``, complete for the current stream."""
         check_on_device(self)
@@ -110,7 +105,7 @@ class PartitionedBucket:
 
     @property
     def gathered(self) -> torch.Tensor:
-        """1-D ``[numel]``, the whole bucket, in a buffer of the pool; while INFLIGHT it belongs to the all-gather."""
+        """1-D ``[layout.numel]``, in a buffer of the pool: the whole bucket; while INFLIGHT it is the all-gather's."""
         if self._gathered is None:
             raise RuntimeError(f"bucket {self.key} is {self.status.name}: its values are not here")
         return self._gathered
@@ -134,8 +129,8 @@ class PartitionedBucket:
         """
         self._expect(ZeroParamStatus.NOT_AVAILABLE, "launched")
         check_on_device(self)
-        buffer = self.pool.take(self.numel, self._shard if self.in_place else None)
-        self._gathered = buffer[: self.numel]  # buffers are reused: it may be longer
+        buffer = self.pool.take(self.layout.numel, self._shard if self.in_place else None)
+        self._gathered = buffer[: self.layout.numel]  # buffers are reused: it may be longer
         # From here on a view of this memory is a view of these values, whoever holds one.
         self.pool.owners[storage_ptr_of(buffer)] = (self, self.generation)
         self.gathered_by = self.gather.exact if exact else self.gather

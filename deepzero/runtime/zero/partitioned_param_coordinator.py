@@ -161,9 +161,10 @@ class PartitionedParameterCoordinator:
         # Called when plans, or the ways in which buckets travel, are new; the memory model predicts from them.
         self.on_plan: Callable[[], None] = lambda: None
         self._recording_numel = min(recording_numel, limits.live_numel)
-        numel = {bucket.key: bucket.numel for bucket in buckets}
+        # Elements of each bucket, padding included.
+        self.numels = {bucket.key: bucket.layout.numel for bucket in buckets}
         self.training, self.evaluation = (
-            ModuleTrace(what, numel, limits, comm.rank == 0) for what in ("training", "evaluation")
+            ModuleTrace(what, self.numels, limits, comm.rank == 0) for what in ("training", "evaluation")
         )
         self._trace = self.training
         # Keys of the use under way: its buckets are here and stay until the next one.
@@ -171,7 +172,7 @@ class PartitionedParameterCoordinator:
         # Keys of the buckets that are gathered or in flight, by last use, the oldest first.
         self._live: dict[int, None] = {}
         self.pool, self.pools = pools[0], pools
-        self.pool.bucket_numels = {bucket.key: bucket.numel for bucket in buckets if not bucket.in_place}
+        self.pool.bucket_numels = {bucket.key: bucket.layout.numel for bucket in buckets if not bucket.in_place}
         self._to_simulate = False
         # The block of activation checkpointing that the backward pass runs again now (0: none); how many it has run.
         self._run = self._runs = 0
@@ -278,15 +279,15 @@ class PartitionedParameterCoordinator:
         little more than two buckets is held.
         """
         for key in planned.release if planned is not None else ():
-            self._release_in_pass(key)
+            self.pool.released(key, self._release(key))
         # A use on demand that the plan does not have may need room that the plan did not leave.
         limit = self._recording_numel if planned is None else self.limits.live_numel
-        total = self.live_numel + sum(self.buckets[key].numel for key in keys if key not in self._live)
+        total = self.live_numel + sum(self.numels[key] for key in keys if key not in self._live)
         for key in [key for key in self._live if key not in keys] if total > limit else ():
             if total <= limit:
                 break
-            total -= self.buckets[key].numel
-            self._release_in_pass(key)
+            total -= self.numels[key]
+            self.pool.released(key, self._release(key))
 
     def end_sub_module(self, where: str) -> None:
         """Post-forward: nothing is released here; the place is noted for the messages of ranks that fall apart."""
@@ -393,13 +394,9 @@ class PartitionedParameterCoordinator:
 
     # ---- how -------------------------------------------------------------------------------------------------------
 
-    def _release_in_pass(self, key: int) -> None:
-        self.pool.released(key, self._release(key))
-
     def _count_live(self, key: int, where: str, note: str) -> None:
-        bucket = self.buckets[key]
         self.comm.ledger.note("fetch", f"{note} at {where}" if note else where, f"bucket {key}")
-        self.live_numel += bucket.numel
+        self.live_numel += self.numels[key]
         self.max_live_numel = max(self.max_live_numel, self.live_numel)
         if self.live_numel > self.limits.live_numel and not self._warned_live and self.comm.rank == 0:
             self._warned_live = True
@@ -408,7 +405,7 @@ class PartitionedParameterCoordinator:
                 where, self.live_numel, self.limits.live_numel,
             )  # fmt: skip
         self._live[key] = None
-        bucket.release_when_unreferenced = False
+        self.buckets[key].release_when_unreferenced = False
 
     def _release(self, key: int, discard: bool = False) -> bool:
         """Returns whether nothing shows the bucket's values any more."""
@@ -416,7 +413,7 @@ class PartitionedParameterCoordinator:
         if key not in self._live:
             return bucket.status is ZeroParamStatus.NOT_AVAILABLE
         del self._live[key]
-        self.live_numel -= bucket.numel
+        self.live_numel -= self.numels[key]
         # A prefetch that nobody used: until it has arrived the buffer is the all-gather's.
         self.inflight.wait(key)
         if bucket.gather_refs:

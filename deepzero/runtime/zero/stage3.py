@@ -115,7 +115,7 @@ def partition_model(
         elif index is not None:
             groups.append(FlatParamGroup(labels, group, dtype, comm, placement, allocate))
     # While the order of modules is recorded, room for two buckets: the one in use and the next.
-    largest = max((bucket.numel for bucket in buckets), default=0)
+    largest = max((bucket.layout.numel for bucket in buckets), default=0)
     limits, pools = fetch_limits(config, limit), [pool, *messages]
     coordinator = PartitionedParameterCoordinator(buckets, limits, 2 * largest, comm, pools)
     # MiCS, and frozen parameters under hpZ: the first gather finds its secondary shards already.
