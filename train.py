@@ -50,7 +50,8 @@ def train(run: RunConfig, run_dir_name: str, command: Command) -> None:
     if run.train.save_every:
         on_stop_request(engine.request_stop)
 
-    with trace(run.profiler, run_dir, engine.global_rank, engine.ledger.held_now, engine.device) as end_of_step:
+    watched = (engine.ledger.held_now, engine.device, engine.comm.ranges)
+    with trace(run.profiler, run_dir, engine.global_rank, *watched) as end_of_step:
         for step in range(first_step, run.train.steps):
             if run.train.eval_every and step % run.train.eval_every == 0:
                 monitor.validation(step, validate(engine, val_data, run.train.eval_batches))

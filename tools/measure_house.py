@@ -25,16 +25,16 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1360, 1150),
-    "deepzero/comm": (3402, 2720),
-    "deepzero/runtime": (3518, 3050),
+    "deepzero/comm": (3451, 2720),
+    "deepzero/runtime": (3526, 3050),
     "deepzero/runtime/zero": (5614, 4550),
-    "deepzero/offload": (2796, 2500),
+    "deepzero/offload": (2795, 2500),
     "deepzero/checkpoint": (3576, 2610),
-    "deepzero/launch": (694, 650),
+    "deepzero/launch": (714, 650),
     "deepzero/health": (635, 560),
     "deepzero/monitor": (2665, 1600),
     "deepzero/planning": (2250, 1650),
-    "deepzero/profiling": (1225, 800),
+    "deepzero/profiling": (1235, 800),
     "deepzero/models": (545, 540),
     "deepzero/data": (485, 400),
     "deepzero/training": (960, 380),
@@ -43,7 +43,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "tools": (4736, 2700),
     "tools/book": (1071, 1000),
     "examples": (700, 700),
-    "tests": (26_620, 17_000),
+    "tests": (26_683, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
@@ -197,9 +197,9 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
     yield Row("files of runtime/zero that import offload", len(below), 0, 0)
     core = [source for source in package if CORE.match(source.path) and "dry_run" not in source.path]
     branches = [count for source in core if (count := source.dry_run_branches())]
-    yield Row("branches for dry runs in the core", sum(branches), 5, 0, f"in {len(branches)} files")
+    yield Row("branches for dry runs in the core", sum(branches), 0, 0, f"in {len(branches)} files")
     state = [f"{one.path.removeprefix('deepzero/')}:{name}" for one in package for name in sorted(one.mutable_state())]
-    yield Row("module-level mutable state", len(state), 10, 2, ", ".join(state[:3]) + (" …" if len(state) > 3 else ""))
+    yield Row("module-level mutable state", len(state), 6, 2, ", ".join(state[:3]) + (" …" if len(state) > 3 else ""))
 
     # A thread that has not chosen its device makes a context on GPU 0 as soon as it asks CUDA anything.
     threads = sum(source.threads() for source in package if source.path != "deepzero/utils/threads.py")

@@ -98,7 +98,7 @@ HOPS = (
     Hop("", GRADS + "UnreducedGradients.fill", "the gradient is copied into a buffer, and freed",
         {"send_buffer": "w.part_of(send_buffer)", "waiting": "self.waiting_of(w.param)"}),
     Hop("", REDUCER + "BucketReducer._finish", "the bucket is waited for", {"bucket": "inflight.bucket.index"}, "call"),
-    Hop("", REDUCER + "sum_in_rank_order", "the contributions to this rank's fragment are added, rank 0's first",
+    Hop("", "comm/exact_sum.py:sum_in_rank_order", "contributions to this rank's fragment are added, rank 0's first",
         {"part": "[w.fragment_of(part) for part in parts]", "sum": "w.fragment_of(output)"}, "return", "callers"),
     Hop(BOUNDARY, GRADS + "GradientReducer.reduce_gradients", "what is left is sent; all is waited for",
         {}, "call", "all"),

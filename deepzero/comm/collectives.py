@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import flight_recorder, process_group
-from deepzero.comm.flight_recorder import CollectiveRecord
+from deepzero.comm import exact_sum, flight_recorder, process_group
+from deepzero.comm.exact_sum import Measure, Part
+from deepzero.comm.flight_recorder import CollectiveRecord, GroupObserver
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.profiler_ranges import CommTiming, OverlapMeter
 from deepzero.comm.streams import Chaos
@@ -90,6 +92,17 @@ class Pending:
         self._comm.ledger.note("wait", self._launch.kind, self._launch.where)
 
 
+@dataclass(frozen=True)
+class RankPlace:
+    """Who a rank is: its number, of how many; its device's backend and kind (cpu, cuda); what observes its group."""
+
+    rank: int
+    world_size: int
+    backend: str
+    device_type: str
+    observer: GroupObserver
+
+
 class Communicator:
     """The collectives over all ranks, or a group of them, for tensors of one device.
 
@@ -97,14 +110,27 @@ class Communicator:
     tensor it lies in to the tensor where it belongs halves the time (98 M bf16 elements over 2 ranks in 16 calls:
     all-gather 116 ms, all-to-all 78 ms, pairwise exchange 54 ms). So on gloo both are pairwise exchanges. NCCL gathers
     in place by itself. Every call is counted in the ``ledger``; chaos delays launches and waits. Without ``nodes`` all
-    ranks share one.
+    ranks share one. Without a ``place`` it is that of this process in its process group.
     """
 
-    def __init__(self, device: torch.device, ledger: Ledger, chaos: Chaos, nodes: Nodes | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        ledger: Ledger,
+        chaos: Chaos,
+        nodes: Nodes | None = None,
+        place: RankPlace | None = None,
+    ) -> None:
         self.device, self.ledger, self.chaos = device, ledger, chaos
-        self.rank, self.world_size = process_group.rank(), process_group.world_size()
-        self.backend = process_group.backend_for(device)
-        self.device_type = process_group.real_device_type(device)
+        if place is None:
+            rank, world_size, backend = (
+                process_group.rank(),
+                process_group.world_size(),
+                process_group.backend_for(device),
+            )
+            place = RankPlace(rank, world_size, backend, device.type, flight_recorder.observer())
+        self.rank, self.world_size, self.backend = place.rank, place.world_size, place.backend
+        self.device_type = place.device_type
         """``cpu`` or ``cuda``: the device's, or in a dry run that of the device which it stands for."""
         # gloo cannot send from GPU memory; with CUDA tensors it is asked for its (copying) collectives instead.
         self._pairwise = self.backend == "gloo" and self.device_type == "cpu"
@@ -113,12 +139,41 @@ class Communicator:
         self._torch: Any = dist  # who starts collectives; a dry run has another one
         self.nodes = nodes or Nodes(self.world_size, self.world_size)
         self.everybody = RankGroup(tuple(range(self.world_size)), self.rank, None)
-        self._watch = flight_recorder.observer()
-        self.overlap = OverlapMeter(device, ledger)  # how much of what is sent was hidden
+        self._watch, self.ranges = place.observer, place.observer.ranges
+        self.overlap = OverlapMeter(device, ledger, self.ranges)  # how much of what is sent was hidden
 
     def read(self, tensor: torch.Tensor) -> list[Any]:
         """The values of a 1-D tensor as Python numbers; waits for the device."""
         return list(tensor.tolist())
+
+    # ---- what depends on whether tensors have memory: a dry run's have none ------------------------------------------
+
+    def data_ptr(self, tensor: torch.Tensor) -> int:
+        """Where the tensor's first element lies, in bytes; 0 for a tensor without elements."""
+        return tensor.data_ptr()
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory under a storage of its own, so that views of the alias are told from views of the tensor."""
+        return torch.from_dlpack(tensor)
+
+    sum_in_rank_order = staticmethod(exact_sum.sum_in_rank_order)
+
+    # ---- small talk: Python objects, blocking ------------------------------------------------------------------------
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank gets every rank's picklable ``value``, in rank order."""
+        return process_group.all_gather_object(value)
+
+    def raise_on_all_ranks(
+        self, problem: str | Exception | None, error: Callable[[str], Exception] = RuntimeError
+    ) -> None:
+        """Raise on every rank when one has a ``problem``. See ``process_group.raise_on_all_ranks``."""
+        process_group.raise_on_all_ranks(problem, error)
+
+    def _broadcast(self, tensor: torch.Tensor, src: int, kind: str) -> None:
+        process_group.broadcast_tensor(tensor, src, kind)
+
+    # ---- collectives -------------------------------------------------------------------------------------------------
 
     def split(self, size: int) -> tuple[RankGroup, RankGroup]:
         """This rank's group *inside* its run of ``size`` ranks, and the one *across* the runs. A collective."""
@@ -260,7 +315,7 @@ class Communicator:
         elements, nbytes = (tensor.numel(), tensor.nbytes) if self.rank == src else (0, 0)
         between = nbytes * (self.world_size - self.nodes.per_node) / self.world_size
         self.ledger.record(kind, elements, nbytes, 0, between, "", self.world_size)
-        process_group.broadcast_tensor(tensor, src, kind)
+        self._broadcast(tensor, src, kind)
 
     def _before(self, kind: str, where: str) -> CollectiveRecord:
         self.chaos.delay()
@@ -285,31 +340,99 @@ class _NothingTravels:
         return lambda *_, **__: None
 
 
-class DryRunCommunicator(Communicator):
-    """The collectives of one rank of a world that is not there: counted as any others, on tensors without memory."""
+@dataclass(frozen=True)
+class DryRunRank:
+    """A rank of a world that is not there. A number that such a world does not have is a ValueError."""
 
-    def __init__(self, device: torch.device, ledger: Ledger, chaos: Chaos, nodes: Nodes | None = None) -> None:
-        super().__init__(device, ledger, chaos, nodes)
+    rank: int
+    world_size: int
+    device_type: Literal["cpu", "cuda"]  # what the meta device stands for
+    ranks_of_host: int  # that share a machine, for ``comm.ranks_per_node=null``
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            ranks = f"{self.world_size} ranks: they are numbered 0 to {self.world_size - 1}"
+            raise ValueError(f"rank {self.rank} of {ranks}")
+
+
+class DryRunCommunicator(Communicator):
+    """The collectives of ``who``, counted as any others, on tensors without memory; every rank says what this one says.
+
+    torch's own fake group would have to be *the* process group of this process. This is injected into the engine of a
+    dry run, whatever this process is a rank of.
+    """
+
+    def __init__(
+        self, who: DryRunRank, ledger: Ledger, chaos: Chaos, nodes: Nodes | None = None, device: str = "meta"
+    ) -> None:
+        backend = "nccl" if who.device_type == "cuda" else "gloo"
+        # An observer of its own: what a rank that is made up launches must not stand in the flight recorder of the
+        # process that plays it.
+        place = RankPlace(who.rank, who.world_size, backend, who.device_type, GroupObserver())
+        super().__init__(torch.device(device), ledger, chaos, nodes, place)
         self._torch, self._with_handles = _NothingTravels(), False
-        # What a rank that is made up launches must not stand in the flight recorder of the process that plays it.
-        self._watch = flight_recorder.GroupObserver()
+
+    @classmethod
+    def open(cls, config: EngineConfig, who: DryRunRank, **more: Any) -> DryRunCommunicator:
+        """As :func:`open_communicator`, for one engine's dry run."""
+        check_ranks(config, who.world_size)
+        nodes = _nodes_of(config, who.rank, [who.ranks_of_host] * who.world_size)
+        return cls(who, Ledger(), Chaos(config.comm.chaos, who.rank), nodes, **more)
 
     def read(self, tensor: torch.Tensor) -> list[Any]:
         """Zeros: nothing has a value here."""
         return [0] * tensor.numel()
 
+    def data_ptr(self, tensor: torch.Tensor) -> int:
+        """A number that bytes can be added to, as to an address: no two storages' numbers come near each other."""
+        if not tensor.numel():
+            return 0
+        return (int(tensor.untyped_storage()._cdata) << 64) + int(tensor.storage_offset()) * tensor.itemsize
 
-def make_communicator(device: torch.device, ledger: Ledger, chaos: Chaos, nodes: Nodes | None = None) -> Communicator:
-    """A communicator; inside of ``fake_process_group`` a :class:`DryRunCommunicator`. Arguments as of those."""
-    return (Communicator if process_group.fake_rank() is None else DryRunCommunicator)(device, ledger, chaos, nodes)
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Another tensor: there is no memory to share."""
+        return torch.empty_like(tensor)
+
+    @staticmethod
+    def sum_in_rank_order(
+        output: torch.Tensor,
+        parts: Sequence[Part],
+        accumulate: bool,
+        scratch: torch.Tensor,
+        factor: float = 1.0,
+        on_chunk: Measure | None = None,
+    ) -> None:
+        """One pass over ``output``: there is no cache to keep chunks in."""
+        output.copy_(output)
+        if on_chunk is not None:
+            on_chunk(output, 0)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """As often as there are ranks."""
+        return [value] * self.world_size
+
+    def raise_on_all_ranks(
+        self, problem: str | Exception | None, error: Callable[[str], Exception] = RuntimeError
+    ) -> None:
+        """Raise this rank's problem, which is every rank's."""
+        if problem is not None:
+            raise problem if isinstance(problem, Exception) else error(problem)
+
+    def _broadcast(self, tensor: torch.Tensor, src: int, kind: str) -> None:
+        """Nothing travels."""
 
 
 def open_communicator(config: EngineConfig, device: torch.device, ledger: Ledger) -> Communicator:
     """The collectives of one engine; rank 0 says what is odd about its groups. A collective."""
     rank, world_size = process_group.rank(), process_group.world_size()
     check_ranks(config, world_size)
-    told = process_group.all_gather_object(process_group.ranks_of_host())
-    nodes = find_nodes(config.comm.ranks_per_node, world_size, told)
+    nodes = _nodes_of(config, rank, process_group.all_gather_object(process_group.ranks_of_host()))
+    return Communicator(device, ledger, Chaos(config.comm.chaos, rank), nodes)
+
+
+def _nodes_of(config: EngineConfig, rank: int, told: list[int | None]) -> Nodes:
+    """The nodes of the run, by what every rank's launcher has ``told`` of its machine."""
+    nodes = find_nodes(config.comm.ranks_per_node, len(told), told)
     for line in oddities(config, nodes, told) if rank == 0 else ():
         log.warning(line)
-    return make_communicator(device, ledger, Chaos(config.comm.chaos, rank), nodes)
+    return nodes

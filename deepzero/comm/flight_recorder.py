@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
-from deepzero.comm import profiler_ranges
+from deepzero.comm.profiler_ranges import Ranges
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -153,6 +153,7 @@ class GroupObserver:
 
     def __init__(self) -> None:
         self.trail = FlightRecorder()
+        self.ranges = Ranges()  # of all engines of the group
         self.secret: bytes | None = None  # see ``process_group._secret``
         self.subgroups: dict[
             tuple[int, ...], dist.ProcessGroup
@@ -172,7 +173,7 @@ class GroupObserver:
         """Around a collective that returns when it is complete."""
         self.trail.waiting = self.trail.launch(kind, "")
         try:
-            with profiler_ranges.span("wait", note=kind):
+            with self.ranges.span("wait", note=kind):
                 yield
         except RuntimeError as error:
             self.explain(error)

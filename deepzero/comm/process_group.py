@@ -14,11 +14,10 @@ import os
 import pickle
 import secrets
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,70 +31,22 @@ _LOCAL_RANKS = {"SLURM_LOCALID": "SLURM_PROCID", "OMPI_COMM_WORLD_LOCAL_RANK": "
 """Who else tells a rank's number on its machine: the variable, and the one that says which rank it is about."""
 
 
-# ---- a world that is not there ---------------------------------------------------------------------------------------
-#
-# A dry run (`deepzero/planning/`) runs the engine's own code on torch's `meta` device while `fake_process_group` lasts:
-# this process then is, say, rank 17 of 1,024, every collective is counted and none is started, and whatever ranks tell
-# each other, all of them say the same. torch's own fake group would have to be *the* process group of this process.
-
-
-@dataclass(frozen=True)
-class FakeRank:
-    """Who this process is taken to be."""
-
-    rank: int
-    world_size: int
-    device_type: Literal["cpu", "cuda"]  # what the meta device stands for
-    ranks_of_host: int  # that share a machine, for ``comm.ranks_per_node=null``
-
-
-_fake_rank: FakeRank | None = None
-
-
-def fake_rank() -> FakeRank | None:
-    """Who this process is taken to be now; None: who it is."""
-    return _fake_rank
-
-
-@contextlib.contextmanager
-def fake_process_group(who: FakeRank) -> Iterator[None]:
-    """Inside, this process is ``who``. A rank that such a world does not have is a ValueError."""
-    global _fake_rank
-    if not 0 <= who.rank < who.world_size:
-        raise ValueError(f"rank {who.rank} of {who.world_size} ranks: they are numbered 0 to {who.world_size - 1}")
-    before, _fake_rank = _fake_rank, who
-    try:
-        yield
-    finally:
-        _fake_rank = before
-
-
-def real_device_type(device: torch.device) -> str:
-    """``cpu`` or ``cuda``: the kind of a device, of the meta device in a dry run what it stands for."""
-    stands_for = {} if _fake_rank is None else {"meta": _fake_rank.device_type}
-    return stands_for.get(device.type, device.type)
-
-
 # ---- joining and leaving ---------------------------------------------------------------------------------------------
 
 
 def is_initialized() -> bool:
     """Whether this process has joined a group."""
-    return _fake_rank is not None or _has_joined()
-
-
-def _has_joined() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
     """This process's number; 0 without a group."""
-    return _fake_rank.rank if _fake_rank is not None else dist.get_rank() if _has_joined() else 0
+    return dist.get_rank() if is_initialized() else 0
 
 
 def world_size() -> int:
     """How many ranks there are; 1 without a group."""
-    return _fake_rank.world_size if _fake_rank is not None else dist.get_world_size() if _has_joined() else 1
+    return dist.get_world_size() if is_initialized() else 1
 
 
 def local_rank() -> int:
@@ -107,7 +58,7 @@ def _told_local_rank() -> int | None:
     """By torchrun and our launcher, else by Slurm or Open MPI."""
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
-    me = str(dist.get_rank()) if _has_joined() else os.environ.get("RANK")
+    me = str(dist.get_rank()) if is_initialized() else os.environ.get("RANK")
     for name, of_rank in _LOCAL_RANKS.items():
         # A word about another rank was inherited: ranks that a script in a Slurm job starts all have the script's.
         if name in os.environ and me in (None, os.environ.get(of_rank)):
@@ -117,8 +68,6 @@ def _told_local_rank() -> int | None:
 
 def ranks_of_host() -> int | None:
     """How many ranks this rank's machine has, as torchrun says it (``LOCAL_WORLD_SIZE``); None: nobody has said."""
-    if _fake_rank is not None:
-        return _fake_rank.ranks_of_host
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(told) if told.isdigit() and int(told) > 0 else None
 
@@ -130,19 +79,17 @@ def default_device() -> torch.device:
         ConfigError: which GPU is not known, since there are several ranks and nobody has told this one's number on its
             machine; or the machine has no GPU of that number.
     """
-    if _fake_rank is not None:
-        return torch.device("meta")
     if os.environ.get("DEEPZERO_DEVICE", "") == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if _has_joined() and (bound := dist.group.WORLD.bound_device_id) is not None:  # type: ignore[union-attr]
+    if is_initialized() and (bound := dist.group.WORLD.bound_device_id) is not None:  # type: ignore[union-attr]
         return bound  # the user has joined, and said which
     number, gpus = _told_local_rank(), torch.cuda.device_count()
     if number is None:
-        ranks = world_size() if _has_joined() else int(os.environ.get("WORLD_SIZE", "1"))
+        ranks = world_size() if is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         if ranks > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1":
             raise ConfigError(
-                f"LOCAL_RANK is not set: rank {rank() if _has_joined() else os.environ.get('RANK')} of {ranks} cannot "
-                f"know which of {gpus} GPUs is its own; set LOCAL_RANK to its number on its machine, start with "
+                f"LOCAL_RANK is not set: rank {rank() if is_initialized() else os.environ.get('RANK')} of {ranks} "
+                f"cannot know which of {gpus} GPUs is its own; set LOCAL_RANK to its number on its machine, start with "
                 "torchrun, or join the process group with device_id"
             )
         number = torch.cuda.current_device()
@@ -205,7 +152,7 @@ def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0)
 
 def shutdown() -> None:
     """Leave the process group, if this process has joined one."""
-    if _has_joined():
+    if is_initialized():
         flight_recorder.leave("has left the process group")
         flight_recorder.observer().subgroups.clear()  # they end with it
         dist.destroy_process_group()
@@ -213,17 +160,15 @@ def shutdown() -> None:
 
 def backend_for(device: torch.device) -> str:
     """The backend that serves tensors of ``device``: a group may have one for each kind of device (``cpu:gloo,…``)."""
-    if _fake_rank is not None:
-        return "nccl" if _fake_rank.device_type == "cuda" else "gloo"
-    return dist.group.WORLD._get_backend(device).name() if _has_joined() else "none"  # type: ignore[union-attr]
+    return dist.group.WORLD._get_backend(device).name() if is_initialized() else "none"  # type: ignore[union-attr]
 
 
 # ---- small talk ------------------------------------------------------------------------------------------------------
 
 
 def _talks() -> bool:
-    """Whether there is anybody to talk to: pretended ranks all say what this one says."""
-    return _fake_rank is None and world_size() > 1
+    """Whether there is anybody to talk to."""
+    return world_size() > 1
 
 
 def barrier() -> None:
@@ -268,7 +213,7 @@ def _collect(kind: str, value: Any, dst: int | None) -> list[Any] | None:
     """Every rank's ``value`` on rank ``dst``, or on all."""
     hears = dst in (None, rank())
     if not _talks():
-        return [value] * world_size() if hears else None
+        return [value] if hears else None
     with flight_recorder.observer().blocking(kind):
         sealed, device = _seal(value), _talking_device()
         lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world_size())]
@@ -307,7 +252,7 @@ def gather_and_sum(vector: torch.Tensor, device: torch.device) -> torch.Tensor:
     1-D on the CPU, as the sum is, of one length and dtype on every rank; ``device`` is where the backend wants it.
     """
     if not _talks():
-        return vector * world_size()
+        return vector.clone()
     mine = vector.to(device)
     everyone = [torch.empty_like(mine) for _ in range(world_size())]
     with flight_recorder.observer().blocking("gather_and_sum"):
@@ -368,8 +313,8 @@ class StoreMailbox:
     def __init__(
         self, name: str, store: dist.Store | None = None, rank: int | None = None, world_size: int | None = None
     ) -> None:
-        self.rank = dist.get_rank() if rank is None and _has_joined() else (rank or 0)
-        self.world_size = dist.get_world_size() if world_size is None and _has_joined() else (world_size or 1)
+        self.rank = dist.get_rank() if rank is None and is_initialized() else (rank or 0)
+        self.world_size = dist.get_world_size() if world_size is None and is_initialized() else (world_size or 1)
         if store is None:
             store = dist.HashStore() if self.world_size == 1 else dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"deepzero/{name}", store)

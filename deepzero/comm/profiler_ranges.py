@@ -189,46 +189,41 @@ class Recorder:
 
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
-_recorder: Recorder | None = None
 
 
-def start(recorder: Recorder) -> None:
-    """Ranges are recorded from now on, by one recorder at a time."""
-    global _recorder
-    _recorder = recorder
+class Ranges:
+    """The ranges of what one process group's ranks do here: named, while somebody records them, and nothing else."""
 
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None  # who records now
 
-def stop() -> None:
-    """No ranges any more. Harmless when there were none."""
-    global _recorder
-    if _recorder is not None:
-        _recorder.finish()
-    _recorder = None
+    def start(self, recorder: Recorder) -> None:
+        """Ranges are recorded from now on, by one recorder at a time."""
+        self.recorder = recorder
 
+    def stop(self) -> None:
+        """No ranges any more. Harmless when there were none."""
+        if self.recorder is not None:
+            self.recorder.finish()
+        self.recorder = None
 
-def recorder() -> Recorder | None:
-    """Who records now; None: nobody."""
-    return _recorder
+    def span(
+        self, verb: str, bucket: int | None = None, place: str = "", note: str = ""
+    ) -> AbstractContextManager[None]:
+        """A range with the name ``Label(verb, bucket, place, note)``; nothing at all while nobody records."""
+        return _NOTHING if self.recorder is None else self.recorder.span(Label(verb, bucket, place, note))
 
+    def span_aside(self, verb: str, bucket: int | None, place: str, note: str) -> AbstractContextManager[None]:
+        """:meth:`span` in a thread that the program has started itself, which torch's profiler does not see."""
+        return _NOTHING if self.recorder is None else self.recorder.span_aside(Label(verb, bucket, place, note))
 
-def span(verb: str, bucket: int | None = None, place: str = "", note: str = "") -> AbstractContextManager[None]:
-    """A range with the name ``Label(verb, bucket, place, note)``; nothing at all while nobody records."""
-    return _NOTHING if _recorder is None else _recorder.span(Label(verb, bucket, place, note))
+    def moving(self, verb: str, kind: str, where: str) -> AbstractContextManager[None]:
+        """A range inside another one, whose place it has if both are about one bucket; ``kind`` is the ledger's."""
+        return _NOTHING if self.recorder is None else self.recorder.span(self.recorder.inside(verb, kind, where))
 
-
-def span_aside(verb: str, bucket: int | None, place: str, note: str) -> AbstractContextManager[None]:
-    """:func:`span` in a thread that the program has started itself, which torch's profiler does not see."""
-    return _NOTHING if _recorder is None else _recorder.span_aside(Label(verb, bucket, place, note))
-
-
-def moving(verb: str, kind: str, where: str) -> AbstractContextManager[None]:
-    """A range inside another one, whose place it has if both are about the same bucket; ``kind`` is the ledger's."""
-    return _NOTHING if _recorder is None else _recorder.span(_recorder.inside(verb, kind, where))
-
-
-def standing_at(place: str) -> AbstractContextManager[None]:
-    """Waits inside are for this module's sake."""
-    return _NOTHING if _recorder is None else _recorder.standing_at(place)
+    def standing_at(self, place: str) -> AbstractContextManager[None]:
+        """Waits inside are for this module's sake."""
+        return _NOTHING if self.recorder is None else self.recorder.standing_at(place)
 
 
 class OverlapMeter:
@@ -237,7 +232,8 @@ class OverlapMeter:
     On a GPU nothing is measured. The ledger says which collectives are part of a step.
     """
 
-    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+    def __init__(self, device: torch.device, ledger: Ledger, ranges: Ranges) -> None:
+        self.ranges = ranges
         self.measures = device.type == "cpu"
         self.ledger = ledger
         self.in_flight_seconds = self.exposed_seconds = 0.0
@@ -276,13 +272,13 @@ class CommTiming:
     __slots__ = ("_airborne", "_counts", "_meter", "_range", "_recorder", "_since")
 
     def __init__(self, meter: OverlapMeter, kind: str, where: str, counts: bool) -> None:
-        self._meter, self._counts, self._recorder = meter, counts, _recorder
+        self._meter, self._counts, self._recorder = meter, counts, meter.ranges.recorder
         self._range: AbstractContextManager[None] | None = None
         self._airborne: LaneSpan | None = None
-        if _recorder is not None:
-            self._airborne = _recorder.begin(kind, where, lane=meter.measures)
+        if self._recorder is not None:
+            self._airborne = self._recorder.begin(kind, where, lane=meter.measures)
             label = self._airborne.label
-            self._enter(_recorder.span(Label("launch", label.bucket, label.place, label.note)))
+            self._enter(self._recorder.span(Label("launch", label.bucket, label.place, label.note)))
         self._since = perf_counter()
         if counts:
             if meter.under_way == 0:
@@ -305,8 +301,9 @@ class CommTiming:
 
     def standing(self) -> None:
         """The program waits from now on."""
-        if self._airborne is not None and self._recorder is not None and self._recorder is _recorder:
-            self._enter(self._recorder.span(self._recorder.wait_label(self._airborne)))
+        recorder = self._recorder
+        if self._airborne is not None and recorder is not None and recorder is self._meter.ranges.recorder:
+            self._enter(recorder.span(recorder.wait_label(self._airborne)))
         self._since = perf_counter()
 
     def landed(self) -> None:

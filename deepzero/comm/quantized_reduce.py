@@ -37,8 +37,9 @@ from functools import partial
 import torch
 
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.exact_sum import Part, chunk_for, sum_chunk
 from deepzero.comm.quantization import Packed, Quantizer
-from deepzero.comm.reduce_scatter import InflightReduce, Key, Part, chunk_for, sum_chunk, sum_for
+from deepzero.comm.reduce_scatter import InflightReduce, Key
 from deepzero.comm.topology import RankGroup
 from deepzero.layout import Bucket, FlatLayout
 
@@ -75,10 +76,9 @@ class QuantizedReduce:
     ) -> None:
         self.comm, self.quantizer, self.format, self.exact_groups = comm, quantizer, quantizer.format, exact_groups
         self.inside, self.across = comm.split(comm.nodes.per_node)
-        self._sum = sum_for(comm.device)
         longest = max((layout.largest_bucket for layout in layouts), default=0) // comm.world_size
         # Elements to decode at a time: whole blocks.
-        self.chunk = max(chunk_for(comm.device, longest) // self.format.block, 1) * self.format.block
+        self.chunk = max(chunk_for(comm.device_type, longest) // self.format.block, 1) * self.format.block
         self.exact_buckets: set[Key] = set()
         """These go the exact way. The same on all ranks; change it between two steps only. What error feedback keeps of
         a bucket that is sent the exact way waits, unused."""
@@ -181,7 +181,7 @@ class QuantizedReduce:
         mine: Part = shares[me][0]
         if len(shares[me]) > 1:
             # While the others' sums travel.
-            self._sum(mail.partial, shares[me], False, scratch)
+            self.comm.sum_in_rank_order(mail.partial, shares[me], False, scratch)
             mine = mail.partial
         inflight.parts = [
             mine if node == me else self._reader(*self._messages(message, bucket))

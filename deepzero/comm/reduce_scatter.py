@@ -27,15 +27,14 @@ Sources: [stage-1 post] for the bucket; ``allreduce_bucket`` and ``reduce_ipg_gr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
-from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.comm.process_group import real_device_type
+from deepzero.comm.exact_sum import Measure, Part, chunk_for
 from deepzero.comm.streams import BufferEvent, SideStream
 from deepzero.layout import Bucket
 
@@ -46,90 +45,8 @@ REDUCE_SCATTER = "gradients.reduce_scatter"
 ALL_REDUCE = "gradients.all_reduce"
 ALL_GATHER_GRADIENTS = "gradients.all_gather"
 
-SUM_CHUNK = 1 << 17
-"""Elements. The sum runs over chunks this long, whose fp32 scratch (512 KiB) stays in the core's cache."""
-DEVICE_CHUNK = 1 << 24
-"""The same where chunks only cost launches: on a GPU, for shards that long. 128 MiB of scratch at the most."""
-
-Measure: TypeAlias = Callable[[torch.Tensor, int], None]
-"""Called with each finished chunk of a sum, and where in the sum it starts, while the chunk is in the core's cache."""
 Key: TypeAlias = tuple[int, int]
 """Which bucket: its group's number, and its own within the group."""
-Part: TypeAlias = torch.Tensor | Callable[[int, torch.Tensor], None]
-"""One rank's contribution to a sum: a 1-D tensor; or, for encoded values, ``decode(start, values)``, which writes the
-elements from ``start`` on into 1-D fp32 ``values``."""
-
-
-# ---- the sum ---------------------------------------------------------------------------------------------------------
-
-
-def chunk_for(device: torch.device, shard_numel: int) -> int:
-    """Returns how many elements to sum at a time on ``device``, where no shard is longer than ``shard_numel``."""
-    return SUM_CHUNK if real_device_type(device) == "cpu" else max(SUM_CHUNK, min(shard_numel, DEVICE_CHUNK))
-
-
-def sum_chunk(total: torch.Tensor, parts: Sequence[Part], start: int, scratch: torch.Tensor) -> None:
-    """``total = parts[0] + parts[1] + …`` in fp32, left to right, of the elements from ``start`` on.
-
-    ``total`` and ``scratch`` are 1-D fp32, of one extent; ``start`` is a multiple of it where parts are encoded.
-    """
-    for number, part in enumerate(parts):
-        # A mixed-dtype add would widen into fresh memory; the kept scratch is already in cache.
-        values = scratch if number else total
-        if isinstance(part, torch.Tensor):
-            values.copy_(part[start : start + values.numel()])
-        else:
-            part(start, values)
-        if number:
-            total.add_(scratch)
-
-
-def sum_in_rank_order(
-    output: torch.Tensor,
-    parts: Sequence[Part],
-    accumulate: bool,
-    scratch: torch.Tensor,
-    factor: float = 1.0,
-    on_chunk: Measure | None = None,
-) -> None:
-    """``output = parts[0] + parts[1] + …`` in fp32, left to right; with ``accumulate``, ``output += (that sum)``.
-
-    Args:
-        output: 1-D; fp32, or a narrower dtype into which the fp32 sum is rounded once.
-        parts: in rank order; 1-D tensors of ``output``'s extent, any float dtype, or what decodes to such.
-        accumulate: add to what ``output`` holds.
-        scratch: fp32, two chunks of elements, on the same device; where parts are encoded, of whole blocks each.
-        factor: multiplies the sum, not what ``output`` holds already.
-        on_chunk: called with what ``output`` holds in the end.
-    """
-    size = scratch.numel() // 2
-    # fp32 without accumulation: the output is its own scratch, and a chunk is written once.
-    in_place = output.dtype == torch.float32 and not accumulate
-    for lo in range(0, output.numel(), size):
-        target = output[lo : lo + size]
-        total = target if in_place else scratch[: target.numel()]
-        sum_chunk(total, parts, lo, scratch[size : size + target.numel()])
-        if factor != 1.0:
-            total.mul_(factor)
-        # The sum is complete before it meets what was there: the same bits where it is added elsewhere (`on_reduced`).
-        if accumulate:
-            target.add_(total)
-        elif not in_place:
-            target.copy_(total)
-        if on_chunk is not None:
-            on_chunk(target, lo)
-
-
-def one_pass(output: torch.Tensor, *_: object, on_chunk: Measure | None = None) -> None:
-    """A dry run's sum: one pass over ``output``, and no cache to keep chunks in."""
-    output.copy_(output)
-    if on_chunk is not None:
-        on_chunk(output, 0)
-
-
-def sum_for(device: torch.device) -> Callable[..., None]:
-    """:func:`sum_in_rank_order`, or what stands for it where values are not there."""
-    return one_pass if device.type == "meta" else sum_in_rank_order
 
 
 # ---- what is in flight -----------------------------------------------------------------------------------------------
@@ -204,8 +121,8 @@ class BucketReducer:
         if strategy is not None and (whole or method != "exact"):
             raise ValueError(f"method={method!r}, whole={whole}: another way stands beside exact sums of shards only")
         # The side stream for sums: the compute stream goes on with the backward pass. On a CPU they run in line.
-        self._lane, self._sum = SideStream(comm.device), sum_for(comm.device)
-        chunk = strategy.chunk if strategy is not None else chunk_for(comm.device, capacity // comm.world_size)
+        self._lane = SideStream(comm.device)
+        chunk = strategy.chunk if strategy is not None else chunk_for(comm.device_type, capacity // comm.world_size)
         self._scratch = torch.zeros(2 * chunk, dtype=torch.float32, device=comm.device)
         self._all_buffers = tuple(self._allocate(capacity) for _ in range(depth))
         # Those that may be filled. One that is being launched or finished is neither here nor in flight.
@@ -356,7 +273,7 @@ class BucketReducer:
         """Wait for one reduction, add it up into its output, and free its buffers."""
         bucket, comm, buffers = inflight.bucket, self.comm, inflight.buffers
         comm.position = f"reduction of the bucket of {inflight.place}" if inflight.place else comm.position
-        with self._lane.running(), profiler_ranges.span("reduce", bucket.index, inflight.place, "sum"):
+        with self._lane.running(), comm.ranges.span("reduce", bucket.index, inflight.place, "sum"):
             # The lane reads our own contribution, which the compute stream has written.
             buffers.filled.wait()
             if inflight.second_hop is not None:
@@ -367,7 +284,9 @@ class BucketReducer:
             output = inflight.output.split(bucket.shard_numel)[comm.rank] if gathers else inflight.output
             # Undo the division of _launch_native, now that the sum is in fp32.
             factor = float(comm.world_size) if self.method == "native" and self.wire_dtype == torch.float16 else 1.0
-            self._sum(output, inflight.parts, inflight.accumulate, self._scratch, factor, on_chunk=inflight.on_chunk)
+            comm.sum_in_rank_order(
+                output, inflight.parts, inflight.accumulate, self._scratch, factor, on_chunk=inflight.on_chunk
+            )
             comm.chaos.poison(buffers.send, buffers.recv_buffer)
             if gathers:
                 # The second half of an exact all-reduce: the fp32 sums go to everybody, unrounded.

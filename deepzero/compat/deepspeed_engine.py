@@ -19,6 +19,7 @@ from torch import nn
 from deepzero.checkpoint.checkpointer import Checkpointer
 from deepzero.checkpoint.export import DEFAULT_MAX_SHARD
 from deepzero.comm import process_group
+from deepzero.comm.collectives import Communicator
 from deepzero.compat.engine_getters import EngineGetters
 from deepzero.config.engine import EngineConfig
 from deepzero.offload.activations import build_host_activations
@@ -40,9 +41,10 @@ class DeepSpeedEngine(EngineGetters):
         config: EngineConfig,
         lr_scheduler: Any = None,
         total_steps: int | None = None,
+        comm: Communicator | None = None,
     ) -> None:
         numel = sum(param.numel() for param in model.parameters())  # before stage 3 takes their elements away
-        super().__init__(model, optimizer, config, lr_scheduler, total_steps)
+        super().__init__(model, optimizer, config, lr_scheduler, total_steps, comm)
         self.model_numel, self.bytes_at_build = numel, used_bytes(self.device)
         self.checkpointer = Checkpointer(self)
         self.offloader = StateOffloader(self, self.checkpointer.wait)

@@ -279,7 +279,7 @@ def build_host_activations(engine: Engine) -> HostActivations:
         whole = [param for param in engine.module.parameters() if not isinstance(param, ZeroParameter)]
         return [*whole, *engine.module.buffers()]
 
-    wire = HostDeviceCopier(comm.device, comm.ledger, comm.chaos, OffloadStats())
+    wire = HostDeviceCopier(comm.device, comm.ledger, comm.chaos, OffloadStats(), comm.ranges)
     smallest, pin = settings.cpu_checkpointing_min_bytes, settings.cpu_checkpointing_pin_memory
     made = HostActivations(wire, lasting, smallest, pin)
     comm.ledger.watch(HOST_ACTIVATIONS, made.buffers.tensors)

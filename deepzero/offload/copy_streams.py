@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 import torch
 
-from deepzero.comm import profiler_ranges
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.profiler_ranges import Ranges
 from deepzero.comm.streams import Chaos
 
 TO_HOST = "offload.gradients_to_host"
@@ -157,12 +157,15 @@ class PendingCopy:
 
 
 class HostDeviceCopier:
-    """Copies between ``device`` and host, counted in ``ledger`` and timed by ``meter``.
+    """Copies between ``device`` and host, counted in ``ledger``, timed by ``meter``, named in ``ranges``.
 
     A CPU is its own host: copies are made in line, or put off by ``chaos``.
     """
 
-    def __init__(self, device: torch.device, ledger: Ledger, chaos: Chaos, meter: OffloadStats) -> None:
+    def __init__(
+        self, device: torch.device, ledger: Ledger, chaos: Chaos, meter: OffloadStats, ranges: Ranges | None = None
+    ) -> None:
+        self._ranges = ranges or Ranges()
         self.device, self.ledger, self.chaos, self.meter = device, ledger, chaos, meter
         self._streams = {way: torch.cuda.Stream(device) for way in ("D2H", "H2D") if device.type == "cuda"}
         # From host memory, in the order of their launches; none that is over is before one that is not.
@@ -206,7 +209,7 @@ class HostDeviceCopier:
             copy = PendingCopy(self.chaos, kind, source.nbytes, stream)
             # Both tensors are the compute stream's until here: the copy begins behind what has been issued there.
             ready.record(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(stream), profiler_ranges.moving(way, kind, where):
+            with torch.cuda.stream(stream), self._ranges.moving(way, kind, where):
                 stream.wait_event(ready)
                 copy.begin.record(stream)
                 target.copy_(source, non_blocking=True)
@@ -216,7 +219,7 @@ class HostDeviceCopier:
 
         def in_line() -> None:
             began = time.perf_counter()
-            with torch.no_grad(), profiler_ranges.moving(way, kind, where):
+            with torch.no_grad(), self._ranges.moving(way, kind, where):
                 target.copy_(source)
             took = time.perf_counter() - began
             self.meter.legs[kind].add(source.nbytes, took, took)

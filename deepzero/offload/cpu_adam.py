@@ -22,7 +22,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from deepzero.comm.process_group import real_device_type
 from deepzero.offload.adam_kernels import KERNELS, Kernel, Numbers, Segment, Variant, choose_kernel, update_on_device
 from deepzero.offload.pinned_arena import zeros_on_large_pages
 
@@ -78,6 +77,7 @@ class CPUAdam(torch.optim.Optimizer):
 
     # Of the class as well: what torch unpickles and copies has no other attributes than its own and ``_request``.
     _request = "auto"
+    device_types: tuple[str, ...] = ("cpu", "cuda")  # of parameters that it steps on; a dry run's has others
     _kernel: Kernel | None = None
     _reason = ""
 
@@ -116,7 +116,7 @@ class CPUAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             for i, param in enumerate(self.param_groups[-1]["params"]):
-                check_param(param, f"{where}['params'][{i}]", placeholders=True)
+                check_param(param, f"{where}['params'][{i}]", self.device_types, placeholders=True)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -176,7 +176,7 @@ class CPUAdam(torch.optim.Optimizer):
             {k: v.clone() if k != "params" and torch.is_tensor(v) else v for k, v in group.items()}
             for group in self.param_groups
         ]
-        made = CPUAdam(groups, kernel=self._request)
+        made = type(self)(groups, kernel=self._request)
         made.state, made._kernel, made._reason = self.state, self._kernel, self._reason
         return made
 
@@ -272,7 +272,7 @@ class CPUAdam(torch.optim.Optimizer):
             grad, written = place.param.grad if grads is None else grads[i], None if out is None else out[i]
             if grad is None:
                 continue
-            check_param(place.param, place.name)
+            check_param(place.param, place.name, self.device_types)
             check_tensor(grad, f"the gradient of {place.name}", place.param, GRAD_DTYPES)
             if written is not None:
                 check_tensor(written, f"the output for {place.name}", place.param, PARAM_DTYPES)
@@ -363,7 +363,7 @@ def check_numbers(group: Mapping[str, Any], where: str) -> None:
             raise ValueError(f"{where}: {name}={float(group[name])} must be finite and not negative")
 
 
-def check_param(param: torch.Tensor, name: str, placeholders: bool = False) -> None:
+def check_param(param: torch.Tensor, name: str, device_types: Sequence[str], placeholders: bool = False) -> None:
     """Refuse a parameter that a step could not update; before the first step a placeholder may stand for it."""
     if param.dtype not in PARAM_DTYPES:
         raise ValueError(f"{name} has dtype {param.dtype}; CPUAdam takes {_listed(PARAM_DTYPES)}")
@@ -371,7 +371,7 @@ def check_param(param: torch.Tensor, name: str, placeholders: bool = False) -> N
         fits = param.layout == torch.strided and (param.is_contiguous() or (placeholders and not any(param.stride())))
     if not fits:
         raise ValueError(f"{name} of shape {list(param.shape)} is not contiguous; give CPUAdam param.contiguous()")
-    if real_device_type(param.device) not in ("cpu", "cuda"):
+    if param.device.type not in device_types:
         raise ValueError(f"{name} lies on {param.device}; CPUAdam steps parameters on cpu and cuda")
 
 

@@ -27,8 +27,6 @@ from typing import Any
 
 import torch
 
-from deepzero.comm import profiler_ranges
-from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import ADAM
 from deepzero.offload.cpu_adam import CPUAdam
@@ -101,7 +99,7 @@ class DelayedOptimizerShard(HostOptimizerShard):
             with torch.no_grad(), cpu_threads(self.host.threads):
                 for upload, sums in zip(self.uploads, grads, strict=True):
                     outs = upload.output_fragments()
-                    with profiler_ranges.span_aside("step", *upload.where(), "delayed"):
+                    with upload.group.comm.ranges.span_aside("step", *upload.where(), "delayed"):
                         twin.step(grads=sums, out=outs, scale=divisor, only=upload.masters)
                     moved += bytes_of_step(self.optimizer, upload.sub_group, outs)
         except BaseException as error:
@@ -157,7 +155,7 @@ class DelayedOptimizerShard(HostOptimizerShard):
             self._check_unwritten()
         except RuntimeError as error:
             problem = str(error)
-        raise_on_all_ranks(problem)
+        self.groups[0].comm.raise_on_all_ranks(problem)
         return self._send()
 
     def _send(self) -> bool:

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.config.strict import ConfigError
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
@@ -111,8 +110,8 @@ def build_host(
         sums = HostGradients([placed for _, placed in trained], copies, accumulation, depth + 1)
     staging = staging_regions([placed for _, placed in trained], compute, settings.delayed_update)
     regions += [room for room in rooms if room.numel] + (sums.regions if sums is not None else []) + staging
-    neighbours, threads = _neighbours(settings.threads, comm.rank)
-    with _agreed():
+    neighbours, threads = _neighbours(settings.threads, comm)
+    with _agreed(comm):
         if (wanted := settings.threads) is not None and wanted > 4 * (cores := len(usable_cores())):
             raise ConfigError(
                 f"zero.offload_optimizer.threads={wanted}: this rank has {cores} cores, and more than {4 * cores} "
@@ -120,7 +119,7 @@ def build_host(
             )
         arena_class(comm.device).check_host([*regions, *elsewhere], neighbours)
     with contextlib.ExitStack() as undo:
-        with _agreed():
+        with _agreed(comm):
             arena = HostArena(regions, comm.device, asks_for_pinning(settings, param))
             undo.callback(arena.close)
         undo.pop_all()
@@ -133,7 +132,7 @@ def build_host(
             param.max_in_cpu,
             on_device,
         )
-    wire = HostDeviceCopier(comm.device, comm.ledger, comm.chaos, OffloadStats())
+    wire = HostDeviceCopier(comm.device, comm.ledger, comm.chaos, OffloadStats(), comm.ranges)
     shard_class = DelayedOptimizerShard if settings.delayed_update else HostOptimizerShard
     return Offload(arena, wire, threads, settings, rooms, sums, staging, shard_class)
 
@@ -160,10 +159,10 @@ def usable_cores() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
-def _neighbours(wanted: int | None, rank: int) -> tuple[int, int]:
+def _neighbours(wanted: int | None, comm: Communicator) -> tuple[int, int]:
     """Ranks of this host, and threads for this one's step."""
-    everyone = process_group.all_gather_object((socket.gethostname(), usable_cores()))
-    here, mine = everyone[rank]
+    everyone = comm.all_gather_object((socket.gethostname(), usable_cores()))
+    here, mine = everyone[comm.rank]
     neighbours = [cores for host, cores in everyone if host == here]
     # Ranks that are bound to cores of their own share them with nobody.
     sharing = sum(bool(cores & mine) for cores in neighbours)
@@ -171,11 +170,11 @@ def _neighbours(wanted: int | None, rank: int) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _agreed() -> Iterator[None]:
+def _agreed(comm: Communicator) -> Iterator[None]:
     """All ranks get through, or all raise, with the words of the first that did not."""
     problem = None
     try:
         yield
     except (HostMemoryError, ConfigError) as error:
         problem = str(error)
-    process_group.raise_on_all_ranks(problem, ConfigError)
+    comm.raise_on_all_ranks(problem, ConfigError)

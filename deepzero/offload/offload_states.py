@@ -197,7 +197,7 @@ class StateOffloader:
         comm = self.engine.comm
         comm.ledger.untracked_kinds |= {STATES_TO_HOST, STATES_TO_DEVICE}
         comm.ledger.watch(HOST_STATES, lambda: [t for one in self.offloaded for t in one.arena.tensors(HOST_STATES)])
-        return HostDeviceCopier(comm.device, comm.ledger, comm.chaos, OffloadStats())
+        return HostDeviceCopier(comm.device, comm.ledger, comm.chaos, OffloadStats(), comm.ranges)
 
     def offload(
         self, include: Iterable[str | Enum] | str | None, device: Any, pin_memory: bool, non_blocking: bool

@@ -30,9 +30,8 @@ from typing import Any
 
 import torch
 
-from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.reduce_scatter import Measure
+from deepzero.comm.exact_sum import Measure
 from deepzero.config.zero import OffloadOptimizerConfig
 from deepzero.layout import Bucket, OffloadPlan
 from deepzero.offload.copy_streams import (
@@ -363,7 +362,7 @@ class HostParamUpload:
         if not self._on_host:
             source = self.group.master_of(bucket) if memory is None else memory[: bucket.shard_numel]
             target, padding = self.group.param_shard(bucket), bucket.padding_of(self._shard.rank)
-            with profiler_ranges.span("publish", *self.where()):
+            with self.group.comm.ranges.span("publish", *self.where()):
                 copy = self._shard.gradients.wire.to_device(
                     TO_DEVICE, target, source.detach(), padding, f"bucket {bucket.index}"
                 )
@@ -482,7 +481,7 @@ class HostOptimizerShard(OptimizerShard):
             for upload in self.uploads:
                 outs = upload.output_fragments()
                 began = time.perf_counter()
-                with profiler_ranges.span("step", *upload.where()):
+                with upload.group.comm.ranges.span("step", *upload.where()):
                     self._optimizer_step(upload.sub_group, divisor, outs)
                 took = time.perf_counter() - began
                 self.host.meter.legs[ADAM].add(bytes_of_step(self.optimizer, upload.sub_group, outs), took, took)

@@ -1,11 +1,11 @@
-"""A rehearsal: some optimizer steps of the engine, as any one rank of any number of ranks, without values.
+"""A dry run: some optimizer steps of the engine, as any one rank of any number of ranks, without values.
 
 The model, the engine, the stage, the coordinator, the buckets, the offload: all of it is the code that trains. Tensors
-are on the meta device, ranks are pretended (``fake_process_group``), and the ledger keeps every event. In stage 3 the
-first step records the trace, as always, and what is compiled from it is the :class:`FetchPlan` that the second step
-executes: what comes out of here is that object itself, and a real engine can be given it (:func:`follow`).
+are on the meta device, the other ranks are not there (``DryRunCommunicator``), and the ledger keeps every event. In
+stage 3 the first step records the trace, as always, and what is compiled from it is the :class:`FetchPlan` that the
+second step executes: what comes out of here is that object itself, and a real engine can be given it (:func:`follow`).
 
-What cannot be rehearsed is a model whose path depends on values (experts that are chosen by the data): torch then
+What cannot be run dry is a model whose path depends on values (experts that are chosen by the data): torch then
 raises, because the meta device has none.
 """
 
@@ -21,8 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from deepzero.comm.collectives import DryRunCommunicator, DryRunRank
 from deepzero.comm.ledger import Event, Traffic
-from deepzero.comm.process_group import FakeRank, fake_process_group, real_device_type
 from deepzero.comm.topology import Nodes
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.engine import EngineConfig
@@ -143,11 +143,11 @@ def dry_run(
     Raises:
         ConfigError: settings that do not fit together or this many ranks, as in a run; a model without a scalar loss.
     """
-    who = FakeRank(rank, world.world_size, world.device_type, world.ranks_of_host)
+    who = DryRunRank(rank, world.world_size, world.device_type, world.ranks_of_host)
     meter, arrived, recording = WorkMeter(), list[str](), list[Event]()
-    with fake_process_group(who), meter, fused_attention(), quiet(), contextlib.ExitStack() as rehearsing:
-        engine = _build(program, arrived)
-        rehearsing.enter_context(nothing_is_packed())  # the model, and with it its library, is there by now
+    with meter, fused_attention(world.device_type), quiet(), contextlib.ExitStack() as running:
+        engine = _build(program, who, arrived)
+        running.enter_context(nothing_is_packed())  # the model, and with it its library, is there by now
         ledger, recorder = engine.ledger, None
         ledger.clock, ledger.trace = meter.clock, True
         for step in range(steps):
@@ -200,7 +200,7 @@ def _without_side_effects(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, comm=comm, zero=zero, steps_per_print=None, scheduler=None)
 
 
-def _build(program: TrainStep, arrived: list[str]) -> DeepSpeedEngine:
+def _build(program: TrainStep, who: DryRunRank, arrived: list[str]) -> DeepSpeedEngine:
     """The engine; names of parameters whose gradients come are appended to ``arrived``."""
     config = _without_side_effects(program.config)
     if config.optimizer is None:
@@ -213,12 +213,20 @@ def _build(program: TrainStep, arrived: list[str]) -> DeepSpeedEngine:
         if param.requires_grad:
             param.register_hook(lambda _, name=name: arrived.append(name))
     trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = build_optimizer(config.optimizer, trained, config.zero.offload_optimizer.device == "cpu")
-    if isinstance(optimizer, CPUAdam):
-        vars(optimizer)["prepare"] = _nothing  # no kernel is compiled for tensors without values
-    engine = DeepSpeedEngine(model, optimizer, config)
+    on_host = config.zero.offload_optimizer.device == "cpu"
+    optimizer = build_optimizer(config.optimizer, trained, on_host, DryRunCPUAdam)
+    engine = DeepSpeedEngine(model, optimizer, config, comm=DryRunCommunicator.open(config, who))
     vars(engine.zero.optimizer_shard)["_optimizer_step"] = _nothing
     return engine
+
+
+class DryRunCPUAdam(CPUAdam):
+    """CPUAdam over tensors without values, for which no kernel is compiled."""
+
+    device_types, stands_for = ("cpu", "meta"), CPUAdam
+
+    def prepare(self, *_: Any) -> None:
+        """Do nothing."""
 
 
 def _nothing(*_: object) -> None:
@@ -270,7 +278,7 @@ def _result(
     return DryRunResult(
         rank=engine.global_rank,
         nodes=engine.comm.nodes,
-        device_type=real_device_type(engine.device),
+        device_type=engine.comm.device_type,
         stage=engine.config.zero.stage,
         model_numel=engine.model_numel,
         events=ledger.events,

@@ -19,7 +19,6 @@ from typing import Literal
 import torch
 
 from deepzero.comm.ledger import Sent
-from deepzero.comm.process_group import FakeRank, fake_process_group
 from deepzero.comm.topology import Nodes
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
@@ -152,7 +151,7 @@ class Estimator:
         )
         run = dataclasses.replace(self.run, model=model_config, engine=engine)
         program, meter = self.make(run, self.world.world_size), WorkMeter()
-        with fake_process_group(FakeRank(0, 1, self.world.device_type, 1)), meter, fused_attention():
+        with meter, fused_attention(self.world.device_type):
             with torch.device("meta"):
                 model = program.model().to(self.dtypes.compute)
             for param in model.parameters():

@@ -22,8 +22,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from deepzero.comm.process_group import real_device_type
-
 _ATEN = torch.ops.aten
 _FLASH, _FLASH_CPU = _ATEN._scaled_dot_product_flash_attention, _ATEN._scaled_dot_product_flash_attention_for_cpu
 _FORMULAS = {
@@ -187,12 +185,13 @@ def _exchanged(module: Any, name: str, replacement: Any) -> Iterator[None]:
         setattr(module, name, original)
 
 
-def fused_attention() -> contextlib.AbstractContextManager[None]:
+def fused_attention(device_type: str = "cuda") -> contextlib.AbstractContextManager[None]:
     """Let attention be one kernel on the meta device too, as it will be: torch's own shapes, torch's own count.
 
     torch takes it apart there, and would hold a T by T matrix per head that no real device holds. A mode cannot tell
     it otherwise: torch takes modes away in a backward pass, where checkpointed blocks run once more. So the function is
-    exchanged for as long as the rehearsal lasts; what is not on the meta device reaches the original.
+    exchanged for as long as this lasts; what is not on the meta device reaches the original. ``device_type`` is the
+    kind of device that the meta device stands for.
     """
     original = F.scaled_dot_product_attention
 
@@ -211,7 +210,7 @@ def fused_attention() -> contextlib.AbstractContextManager[None]:
             return original(query, key, value, *rest, scale=scale, enable_gqa=enable_gqa)
         if (times := query.size(1) // key.size(1)) > 1:
             key, value = (t.repeat_interleave(times, 1) for t in (key, value))
-        kernel = _FLASH_CPU if real_device_type(query.device) == "cpu" else _FLASH
+        kernel = _FLASH_CPU if device_type == "cpu" else _FLASH
         output: torch.Tensor = kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return output
 

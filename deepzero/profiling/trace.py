@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from deepzero.comm import profiler_ranges
+from deepzero.comm.profiler_ranges import Ranges, Recorder
 from deepzero.config.run import ProfilerConfig
 from deepzero.config.strict import ConfigError
 
@@ -64,7 +64,12 @@ def check_profiler(cfg: ProfilerConfig, steps: int, world_size: int) -> None:
 
 @contextlib.contextmanager
 def trace(
-    cfg: ProfilerConfig, run_dir: Path, rank: int, held: Held | None = None, device: torch.device | None = None
+    cfg: ProfilerConfig,
+    run_dir: Path,
+    rank: int,
+    held: Held | None = None,
+    device: torch.device | None = None,
+    ranges: Ranges | None = None,
 ) -> Iterator[Callable[[], None]]:
     """Profile the steps inside, when this rank is one of those that record.
 
@@ -74,6 +79,7 @@ def trace(
         rank: this rank.
         held: gives the bytes held by category, for the memory timeline.
         device: where the run computes; None: on the CPU. A GPU that the run does not use is left alone.
+        ranges: the engine's (``engine.comm.ranges``), recorded in ZeRO's words; None: the profiler's own alone.
 
     Yields:
         A function to be called at the end of every optimizer step.
@@ -82,7 +88,7 @@ def trace(
         yield lambda: None
         return
     on_gpu = device is not None and device.type == "cuda"
-    recording = Recording(run_dir / FOLDER, f"rank{rank}", held, cfg, on_gpu)
+    recording = Recording(run_dir / FOLDER, f"rank{rank}", held, cfg, on_gpu, ranges)
     activity = torch.profiler.ProfilerActivity
     profiler = torch.profiler.profile(
         activities=[activity.CPU, activity.CUDA] if on_gpu else [activity.CPU],
@@ -108,10 +114,19 @@ class Recording:
     With ``on_gpu`` the allocator's history too; one that the program records already is written as it is.
     """
 
-    def __init__(self, folder: Path, worker: str, held: Held | None, cfg: ProfilerConfig, on_gpu: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        worker: str,
+        held: Held | None,
+        cfg: ProfilerConfig,
+        on_gpu: bool,
+        ranges: Ranges | None = None,
+    ) -> None:
+        self._ranges = ranges or Ranges()
         self.folder, self.worker, self._cfg = folder, worker, cfg
         self._held, self._snapshots = held if cfg.memory else None, cfg.memory and on_gpu
-        self._recorder: profiler_ranges.Recorder | None = None
+        self._recorder: Recorder | None = None
         self._started_history = self._broken = False
         self.tried = False
         """A trace was written, or it was said why not."""
@@ -143,13 +158,13 @@ class Recording:
             record = torch.cuda.memory._record_memory_history
             record(context=context, stacks="python", max_entries=_SNAPSHOT_EVENTS)
             self._started_history = True
-        self._recorder = profiler_ranges.Recorder(self._held)
-        profiler_ranges.start(self._recorder)
+        self._recorder = Recorder(self._held)
+        self._ranges.start(self._recorder)
 
     def end(self) -> None:
         """Nothing is recorded any more. Never raises: the error that ends a run must stay the one that is seen."""
         if self._recorder is not None:
-            profiler_ranges.stop()
+            self._ranges.stop()
             self._recorder = None
         if self._started_history:
             self._started_history = False
@@ -164,7 +179,7 @@ class Recording:
         stem = f"{self.worker}.{time.time_ns()}"
         part, path = self.folder / f".{stem}.part.json", self.folder / f"{stem}.pt.trace.json"
         try:
-            profiler_ranges.stop()
+            self._ranges.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 profiler.export_chrome_trace(str(part))
@@ -186,7 +201,7 @@ class Recording:
 # ---- our events in torch's file --------------------------------------------------------------------------------------
 
 
-def weave(path: Path, recorder: profiler_ranges.Recorder | None, pid: int) -> None:
+def weave(path: Path, recorder: Recorder | None, pid: int) -> None:
     """Put what ``recorder`` has kept into a trace file, before torch's own events. The file is not parsed.
 
     Raises:
@@ -212,7 +227,7 @@ def weave(path: Path, recorder: profiler_ranges.Recorder | None, pid: int) -> No
             woven.unlink(missing_ok=True)
 
 
-def our_events(recorder: profiler_ranges.Recorder, pid: int, base_ns: int) -> list[dict[str, Any]]:
+def our_events(recorder: Recorder, pid: int, base_ns: int) -> list[dict[str, Any]]:
     """Lanes and counters of memory, as Chrome trace events. Times become microseconds after ``base_ns``."""
     events: list[dict[str, Any]] = []
     first = _FIRST_LANE

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from deepzero.comm import profiler_ranges
-from deepzero.comm.ledger import Ledger
+from deepzero.comm.collectives import Communicator
 from deepzero.runtime.loss_scaler import LossScaler
 from deepzero.runtime.pytree import output_tensors, scalar_loss
 
@@ -31,7 +30,8 @@ class BackwardPasses:
     Args:
         trained: parameters that get gradients.
         stage: ``reduce_ready_gradient``, ``backward_end`` and ``forget_pass`` are called.
-        scaler, ledger: the scale multiplies losses; events are ``gradient_ready`` and ``backward_end``.
+        scaler: its scale multiplies losses.
+        comm: its ledger gets the events ``gradient_ready`` and ``backward_end``.
         last_micro_batch: whether the micro-batch under way is the last one of its optimizer step.
         check: called with ``"backward"`` where a pass begins; raises when no pass may run.
     """
@@ -41,11 +41,11 @@ class BackwardPasses:
         trained: Iterable[nn.Parameter],
         stage: Any,
         scaler: LossScaler,
-        ledger: Ledger,
+        comm: Communicator,
         last_micro_batch: Callable[[], bool],
         check: Callable[[str], None],
     ) -> None:
-        self._stage, self._scaler, self._ledger = stage, scaler, ledger
+        self._stage, self._scaler, self._ledger, self._ranges = stage, scaler, comm.ledger, comm.ranges
         self._last_micro_batch, self._check = last_micro_batch, check
         self.count = 0
         """Backward passes that have ended since the last boundary."""
@@ -78,7 +78,7 @@ class BackwardPasses:
         # for a caller who has taken it already.
         factor = self._scaler.scale * micro_batches
         try:
-            with profiler_ranges.span("backward"):
+            with self._ranges.span("backward"):
                 self._scale_loss(loss, factor).backward(retain_graph=retain_graph)
         finally:
             self._inside_backward = self._loss_is_scaled = False

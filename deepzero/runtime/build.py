@@ -15,10 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.comm.quantized_reduce import QuantizedReduce
 from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.config.engine import EngineConfig
@@ -173,7 +171,7 @@ def build_zero(
             stored = place_model(model, planned, placements, config, comm, offload)
         groups = [group for group in stored if group.optimizer_group is not None]  # stage 3 has frozen ones, too
         if isinstance(optimizer, CPUAdam):
-            choose_kernel(optimizer, dtypes, placements, comm.device)
+            choose_kernel(optimizer, dtypes, placements, comm)
         # From here on the optimizer holds fragments of masters, and its state is made for these: now, and not in the
         # first step, so that a run that does not fit ends here.
         set_optimizer_params(optimizer, groups)
@@ -291,7 +289,7 @@ def place_model(
     ]  # fmt: skip
 
 
-def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[OffloadPlan], device: torch.device) -> None:
+def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[OffloadPlan], comm: Communicator) -> None:
     """All ranks step with one kernel, chosen for the whole model, so that no bit depends on how it is cut.
 
     A collective.
@@ -300,7 +298,7 @@ def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[Offlo
     # The optimizer still holds the model's parameters, which may lie on a GPU, or be what ``zero.Init`` has left of
     # them: neither their device nor their dtype is that of the masters which the CPU will step on.
     masters = 0
-    if offloads or device.type == "cpu":
+    if offloads or comm.device.type == "cpu":
         masters = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     sends = offloads and dtypes.compute != torch.float32  # in fp32 the master itself is what is sent
     problem = None
@@ -308,8 +306,8 @@ def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[Offlo
         optimizer.prepare(dtypes.accumulation, dtypes.compute if sends else None, masters)
     except RuntimeError as error:  # kernel="compiled", and there is none
         problem = str(error)
-    raise_on_all_ranks(problem, ConfigError)
-    kernels = process_group.all_gather_object(optimizer.kernel)
+    comm.raise_on_all_ranks(problem, ConfigError)
+    kernels = comm.all_gather_object(optimizer.kernel)
     # Where one host cannot compile, or compiling fails there, all use the chunks: their bits differ.
     if "chunked" in kernels and optimizer.kernel != "chunked":
         optimizer.use("chunked", f"because rank {kernels.index('chunked')} cannot compile")

@@ -108,9 +108,6 @@ def check_parameters(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.is_complex() or param.dtype == torch.float64:
             raise ConfigError(f"parameter {name!r} is {param.dtype}; deepzero trains fp32, bf16 and fp16 parameters")
-        if param.is_meta:
-            advice = "load them first, or use zero stage 3, which makes them module by module"
-            raise ConfigError(f"parameter {name!r} is on the meta device and has no values; {advice}")
         if param.numel() and not isinstance(param, PartitionedParameter):
             start = param.data_ptr()
             places.append((param.untyped_storage().data_ptr(), start, start + param.nbytes, name))

@@ -34,11 +34,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from deepzero.comm import process_group, profiler_ranges
-from deepzero.comm.collectives import open_communicator
+from deepzero.comm import process_group
+from deepzero.comm.collectives import Communicator, open_communicator
 from deepzero.comm.flight_recorder import DesyncError
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.backward_passes import BackwardPasses
 from deepzero.runtime.build import build_zero
@@ -96,6 +95,7 @@ class Engine(nn.Module):
         config: the settings; batch sizes are resolved for the number of ranks.
         lr_scheduler: anything with ``step()``; None builds the one that ``config.scheduler`` names, if any.
         total_steps: length of the run in optimizer steps, for schedules that end with it.
+        comm: the ranks; None: those of this process's group. A dry run gives its own.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class Engine(nn.Module):
         config: EngineConfig,
         lr_scheduler: Any = None,
         total_steps: int | None = None,
+        comm: Communicator | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.batch = resolve_batch(config, process_group.world_size())
-
         # ---- 0 build. What can still be refused comes before the model is touched.
-        self.comm = open_communicator(config, process_group.default_device(), Ledger())
+        self.comm = comm or open_communicator(config, process_group.default_device(), Ledger())
+        self.batch = resolve_batch(config, self.comm.world_size)
         # Its scale is 1 and stays 1 but in fp16, so that what follows multiplies and divides by it in every precision.
         self.scaler = build_loss_scaler(config.precision)
         self.lr_scheduler = lr_scheduler
@@ -133,7 +133,7 @@ class Engine(nn.Module):
         # of a parameter, which keeps the device and dtype that the parameter had when the node was made.
         trained = [param for group in self.zero.groups for param in group.params]
         self.passes = BackwardPasses(
-            trained, self.zero.stage, self.scaler, self.comm.ledger, self._is_reduction_boundary, self.check
+            trained, self.zero.stage, self.scaler, self.comm, self._is_reduction_boundary, self.check
         )  # fmt: skip
         self.fragments = TensorFragments(
             model, self.zero.groups, self.zero.optimizer_shard, self.zero.stage.gradients,
@@ -165,7 +165,7 @@ class Engine(nn.Module):
         with contextlib.ExitStack() as stack:
             for context in self.around_forward:
                 stack.enter_context(context())
-            stack.enter_context(profiler_ranges.span("forward"))
+            stack.enter_context(self.comm.ranges.span("forward"))
             outputs = self.module(*args, **kwargs)
         # Without a graph (evaluation, generation) no backward pass can begin at these outputs.
         if torch.is_grad_enabled():
@@ -267,13 +267,13 @@ class Engine(nn.Module):
         ledger, zero = self.comm.ledger, self.zero
         self.state.open = True
         # 4 boundary: end the passes, flush, wait. A rank in trouble does so too: the others count on its collectives.
-        with profiler_ranges.span("boundary"):
+        with self.comm.ranges.span("boundary"):
             trouble = self._end_passes()
             zero.stage.reduce_gradients()
         ledger.note("boundary")
         # 5 step: agree on finiteness and norm, unscale and clip, optimizer on the masters. The agreement is the one
         # place where ranks wait for one another's word, so everything that one rank knows alone travels in it.
-        with profiler_ranges.span("agree"):
+        with self.comm.ranges.span("agree"):
             words, loss = zero.stage.gradients.norm_sq_partials(), self._mean_loss()
             agreement = agree(self.comm, words, loss, self.state.asked_to_stop, trouble is not None)
         # From here on all ranks hold the same agreement, so they take the same branch of everything below.
@@ -283,7 +283,7 @@ class Engine(nn.Module):
             # Some rank is: the others raise too, with its text, and nothing was updated. A second collective, after the
             # agreement: only steps in trouble pay for the texts.
             self._drop_step()
-            raise_on_all_ranks(trouble)
+            self.comm.raise_on_all_ranks(trouble)
         # The scale that divides these gradients is the one that multiplied their loss: read before it is updated.
         scale, mean_divisor = self.scaler.scale, self._mean_divisor()
         lr = self.optimizer.param_groups[0]["lr"]
@@ -296,11 +296,11 @@ class Engine(nn.Module):
         norm = agreement.norm / mean_divisor
         clip = clip_divisor(norm, self.config.gradient_clipping) if agreement.finite else 1.0
         if agreement.finite:
-            with profiler_ranges.span("step"):
+            with self.comm.ranges.span("step"):
                 zero.optimizer_shard.step(mean_divisor * clip)
             ledger.note("step")
             # 6 publish: cast into the flat buffer, gather the buckets.
-            with profiler_ranges.span("publish"):
+            with self.comm.ranges.span("publish"):
                 zero.stage.publish()
             ledger.note("publish")
         else:

@@ -24,7 +24,6 @@ from collections.abc import Sequence
 
 import torch
 
-from deepzero.comm.process_group import real_device_type
 from deepzero.layout import ALIGN, Fragment
 
 FRACTION_BITS = 23
@@ -32,14 +31,14 @@ WORDS = 256
 """Integers that ranks add up, one for each exponent. The last exponent is that of inf and NaN."""
 
 
-def block_norms(grad: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+def block_norms(grad: torch.Tensor, device_type: str = "") -> torch.Tensor:
     """The 2-norm of every aligned block of ``ALIGN`` elements.
 
-    ``grad`` is 1-D fp32, of whole blocks. ``device`` is where the model computes, if ``grad`` does not lie there: the
-    bits are those of there. Each fp32 norm depends on the elements of its block alone.
+    ``grad`` is 1-D fp32, of whole blocks. ``device_type`` is the kind of device on which the model computes, if
+    ``grad`` does not lie there: the bits are those of there. Each fp32 norm depends on the elements of its block alone.
     """
     blocks = grad.view(-1, ALIGN)
-    if real_device_type(device or grad.device) == "cpu":
+    if (device_type or grad.device.type) == "cpu":
         return torch.linalg.vector_norm(blocks, dim=1)
     # A GPU reduction picks its order by the number of rows. Halving with elementwise adds has one order only.
     squares = blocks * blocks
@@ -73,6 +72,7 @@ class BlockNorms:
     Args:
         numel: elements of the share, a multiple of ``ALIGN``.
         device: where it lies.
+        device_type: ``cpu`` or ``cuda``; in a dry run what the device stands for.
 
     Example:
         >>> norms = BlockNorms(128, torch.device("cpu"))
@@ -82,7 +82,8 @@ class BlockNorms:
         40.0
     """
 
-    def __init__(self, numel: int, device: torch.device) -> None:
+    def __init__(self, numel: int, device: torch.device, device_type: str = "") -> None:
+        self._device_type = device_type or device.type
         self.norms = torch.zeros(numel // ALIGN, dtype=torch.float32, device=device)
         # Of sums in host memory: to take them must not wait for the device. A block is 0 here or there.
         self._on_host: torch.Tensor | None = None
@@ -96,7 +97,7 @@ class BlockNorms:
             if self._on_host is None:
                 self._on_host = torch.zeros(self.norms.numel(), dtype=torch.float32)
             here, there = self._on_host, self.norms
-        here[blocks].copy_(block_norms(chunk.to(torch.float32), self.norms.device))
+        here[blocks].copy_(block_norms(chunk.to(torch.float32), self._device_type))
         if there is not None:
             there[blocks].zero_()
 

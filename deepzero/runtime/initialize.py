@@ -116,9 +116,13 @@ def _agreed(
         check_ranks(settings, process_group.world_size())
         check_precision(settings.precision.dtype, process_group.default_device())
         # A model that was made on the meta device: stage 3 makes its parameters here, module by module.
-        without_values = [param for param in model.parameters() if param.is_meta]
+        without_values = [name for name, param in model.named_parameters() if param.is_meta]
         if settings.zero.stage == 3 and without_values:
             Init(module=model)
+            without_values = [name for name, param in model.named_parameters() if param.is_meta]
+        if without_values:
+            advice = "load them first, or use zero stage 3, which makes them module by module"
+            raise ConfigError(f"parameter {without_values[0]!r} is on the meta device and has no values; {advice}")
         check_parameters(model)
         chosen = _optimizer(model, optimizer, model_parameters, settings)
         check_elementwise(chosen)

@@ -39,10 +39,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.exact_sum import chunk_for
 from deepzero.comm.ledger import HOST_CATEGORIES, SECONDARY, Ledger, Traffic
 from deepzero.comm.quantization import Format
 from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
-from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, chunk_for
+from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER
 from deepzero.comm.streams import storage_ptr_of
 from deepzero.comm.topology import Nodes
 from deepzero.config.engine import EngineConfig
@@ -173,7 +174,7 @@ def offloaded_memory(
 
 
 def bucket_bytes(
-    layouts: Sequence[FlatLayout], world_size: int, device: torch.device, sizes: StateSizes, nodes: Nodes
+    layouts: Sequence[FlatLayout], world_size: int, device_type: str, sizes: StateSizes, nodes: Nodes
 ) -> int:
     """What gradients on their way take on the device: D buckets of B elements and what they receive, and scratch.
 
@@ -183,7 +184,7 @@ def bucket_bytes(
     capacity = max(layout.largest_bucket for layout in layouts)
     part = capacity // world_size
     received = part * (world_size - 1) if sizes.exact else (0 if sizes.whole_reduce else part)
-    mail, chunk = received * sizes.wire, chunk_for(device, part)
+    mail, chunk = received * sizes.wire, chunk_for(device_type, part)
     if sizes.quantized_grads is not None:
         mail = max(mail, mail_bytes(part, nodes, sizes.quantized_grads))
         chunk = max(chunk // sizes.quantized_grads.block, 1) * sizes.quantized_grads.block
@@ -410,7 +411,7 @@ def build_ledger(
     persistent = [g.layout for g in built.groups if not g.partitioned] if built.stage3 is not None else []
     memory, padding = _states(built, comm.world_size, sizes)
     traffic = predicted_traffic(layouts, comm.nodes, sizes, persistent)
-    memory["buckets"] = bucket_bytes(layouts, comm.world_size, comm.device, sizes, comm.nodes)
+    memory["buckets"] = bucket_bytes(layouts, comm.world_size, comm.device_type, sizes, comm.nodes)
     if offload is not None:
         traffic |= _copies(built, comm.world_size, sizes)
         placements, delayed = [g.placement for g in built.groups], config.zero.offload_optimizer.delayed_update

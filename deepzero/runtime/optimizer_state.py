@@ -56,7 +56,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if not optimizer.state.get(param):
-                state = _initial_state(type(optimizer), group, param)
+                state = _initial_state(_class_of(optimizer), group, param)
                 if state is None:
                     unknown.append((group, param))
                 elif state:
@@ -74,6 +74,11 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
             finally:
                 param.copy_(kept)
                 param.grad = grad
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """Whose state it has; a derived class may have another, unless it says (a dry run's) that it ``stands_for`` one."""
+    return getattr(optimizer, "stands_for", type(optimizer))
 
 
 def _initial_state(cls: type[torch.optim.Optimizer], group: Group, param: torch.Tensor) -> dict[str, Any] | None:
@@ -110,7 +115,7 @@ def _initial_state(cls: type[torch.optim.Optimizer], group: Group, param: torch.
 
 def makes_state_in_advance(optimizer: torch.optim.Optimizer) -> bool:
     """Whether :func:`allocate_state` leaves state behind; else the optimizer makes its own in its first step."""
-    return type(optimizer) in _STATES
+    return _class_of(optimizer) in _STATES
 
 
 def moment_bytes_per_element(optimizer: torch.optim.Optimizer, device: torch.device, number: int | None = None) -> int:

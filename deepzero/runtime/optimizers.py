@@ -47,7 +47,9 @@ NOT_HERE = {
 """Optimizers that DeepSpeed has by name and deepzero has not."""
 
 
-def build_optimizer(config: OptimizerConfig, params: Iterable[Any], on_host: bool = False) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimizerConfig, params: Iterable[Any], on_host: bool = False, cpu_adam: type[CPUAdam] = CPUAdam
+) -> torch.optim.Optimizer:
     """The optimizer that a config asks for.
 
     Args:
@@ -56,6 +58,7 @@ def build_optimizer(config: OptimizerConfig, params: Iterable[Any], on_host: boo
         params: tensors, or parameter groups as torch takes them.
         on_host: optimizer states are offloaded: ``Adam`` and ``AdamW`` without ``torch_adam`` are CPUAdam then, as they
             are DeepSpeedCPUAdam in DeepSpeed; ``torch.optim.AdamW`` stays what it is.
+        cpu_adam: what is made for CPUAdam; a dry run's does no arithmetic.
 
     Returns:
         The optimizer; with ``fused=True`` where the class and the parameters' device can and the config is silent.
@@ -87,7 +90,7 @@ def build_optimizer(config: OptimizerConfig, params: Iterable[Any], on_host: boo
     if _fused_by_default(cls, arguments, groups):
         arguments["fused"] = True
     try:
-        return cls(groups, **arguments)
+        return (cpu_adam if cls is CPUAdam else cls)(groups, **arguments)
     except (ValueError, TypeError, RuntimeError) as error:
         listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         raise ConfigError(f"optimizer {config.target}({listed}) cannot be built: {error}") from error

@@ -33,10 +33,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from deepzero.comm import process_group
-from deepzero.comm.collectives import Communicator, DryRunCommunicator
-from deepzero.comm.process_group import FakeRank, fake_process_group
+from deepzero.comm.collectives import Communicator, DryRunCommunicator, DryRunRank
 from deepzero.offload import pinned_arena
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
+from tests.distributed.one_of_many import Mirrored, one_of_many
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 NO_VALUES = {
@@ -479,7 +479,7 @@ def _collectives(machine):
 
 
 def _torch(machine):
-    """What makes tensors hide_from_checkpointing by both modes."""
+    """What makes tensors unseen by both modes."""
     again = torch.from_dlpack
 
     def from_dlpack(tensor):
@@ -525,7 +525,8 @@ def null_gpu(mirrors=0):
         for holder, name, value in replaced:
             stack.enter_context(mock.patch.object(holder, name, value))
         if mirrors:
-            stack.enter_context(fake_process_group(FakeRank(0, mirrors, "cuda", mirrors)))
+            who = DryRunRank(0, mirrors, "cuda", mirrors)
+            stack.enter_context(one_of_many(who, Mirrored, str(GPU)))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".*CUDA is not available.*")
         stack.enter_context(_Operations(machine))

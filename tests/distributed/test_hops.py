@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import deepzero
-from deepzero.comm import profiler_ranges
+from deepzero.comm.profiler_ranges import Recorder
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import WHOLE, built, config, my_micro_batches
 
@@ -54,11 +54,11 @@ def observers(engine, watched):
     """With the ledger's events and a profiler's ranges recorded, or with neither."""
     engine.comm.ledger.trace = watched
     if watched:
-        profiler_ranges.start(profiler_ranges.Recorder())
+        engine.comm.ranges.start(Recorder())
     try:
         yield
     finally:
-        profiler_ranges.stop()
+        engine.comm.ranges.stop()
 
 
 def check(chain, most):

@@ -6,14 +6,16 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from deepzero.comm import flight_recorder, process_group, rendezvous, topology
-from deepzero.comm.collectives import Communicator
+from deepzero.comm.collectives import Communicator, DryRunCommunicator, DryRunRank
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig
+from deepzero.config.strict import ConfigError
 from tests import doors
 from tests.distributed.pool import on_ranks
 from tests.e2e.test_launch import free_port
@@ -127,9 +129,13 @@ def test_one_rank_hears_all(ranks):
     first, second = ranks.run(told, world_size=2)
     assert first == ([{"rank": 0, "x": ""}, {"rank": 1, "x": "y"}], None) and second == (None, [0, 1])
     assert process_group.gather_object(7) == [7]
-    for rank, heard in ((0, [7, 7, 7]), (1, None)):
-        with process_group.fake_process_group(process_group.FakeRank(rank, 3, "cpu", 3)):
-            assert process_group.gather_object(7) == heard
+    with pytest.raises(ValueError, match="rank 3 of 3 ranks: they are numbered 0 to 2"):
+        DryRunRank(3, 3, "cpu", 3)
+    comm = DryRunCommunicator(DryRunRank(1, 3, "cpu", 3), Ledger(), Chaos(ChaosConfig(), 0))
+    assert comm.all_gather_object(7) == [7, 7, 7]
+    comm.raise_on_all_ranks(None)
+    with pytest.raises(ConfigError, match=r"^so it is$"):
+        comm.raise_on_all_ranks("so it is", ConfigError)
 
 
 @on_ranks()

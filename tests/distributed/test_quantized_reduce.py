@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.exact_sum import sum_in_rank_order
 from deepzero.comm.ledger import Ledger, Traffic
 from deepzero.comm.quantization import Format, Quantizer
 from deepzero.comm.quantized_reduce import BETWEEN, INSIDE, QuantizedReduce
-from deepzero.comm.reduce_scatter import REDUCE_SCATTER, BucketReducer, sum_in_rank_order
+from deepzero.comm.reduce_scatter import REDUCE_SCATTER, BucketReducer
 from deepzero.comm.streams import Chaos
 from deepzero.comm.topology import Nodes
 from deepzero.config.engine import ChaosConfig

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import deepzero
-from deepzero.comm import process_group
-from deepzero.comm.collectives import Communicator
-from deepzero.comm.process_group import FakeRank, fake_process_group
+from deepzero.comm.collectives import Communicator, DryRunRank
 from tests.distributed.null_gpu import CPU, GPU, MIRRORS, null_gpu
+from tests.distributed.one_of_many import Mirrored, one_of_many
 from tests.distributed.removals import calls_of, without
 from tests.distributed.test_offload import settings
 from tests.distributed.training import KINDS, make_batch
@@ -135,8 +134,7 @@ def mirrored_cpu(world):
         return collective
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(fake_process_group(FakeRank(0, world, "cpu", world)))
-        stack.enter_context(mock.patch.object(process_group, "default_device", lambda: CPU))
+        stack.enter_context(one_of_many(DryRunRank(0, world, "cpu", world), Mirrored, "cpu"))
         for name, mirror in MIRRORS.items():
             made = mirrored(getattr(Communicator, name), mirror)
             stack.enter_context(mock.patch.object(Communicator, name, made))

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from deepzero.comm import profiler_ranges
 from deepzero.comm.profiler_ranges import Label
 from deepzero.config.run import ProfilerConfig
 from deepzero.profiling.trace import trace
@@ -46,12 +45,13 @@ def recorded(rank, world, folder, changes, steps=3 + ACTIVE, profiler=None):
     engine = start(Layers(), **changes)
     cfg = {"wait": 1, "warmup": 1, "active": ACTIVE, "ranks": tuple(range(world)), **(profiler or {})}
     metrics = []
-    with trace(ProfilerConfig(enabled=True, **cfg), Path(folder), rank, engine.ledger.held_now) as end_of_step:
+    watched = (engine.ledger.held_now, engine.device, engine.comm.ranges)
+    with trace(ProfilerConfig(enabled=True, **cfg), Path(folder), rank, *watched) as end_of_step:
         for step in range(steps):
             one_step(engine, rank, world, step)
             metrics.append(engine.step_metrics())
             end_of_step()
-    on = profiler_ranges.recorder() is not None
+    on = engine.comm.ranges.recorder is not None
     engine.destroy()
     return [{**entry, "still_on": on} for entry in metrics[2 : 2 + ACTIVE]]
 
@@ -257,9 +257,10 @@ def test_off_nothing_is_made(rank, world):
         one_step(engine, rank, world)
     finally:
         torch.profiler.record_function = original
-    off = profiler_ranges.span("fetch", 1, "a") is profiler_ranges.span("wait") is profiler_ranges.standing_at("b")
+    ranges = engine.comm.ranges
+    off = ranges.span("fetch", 1, "a") is ranges.span("wait") is ranges.standing_at("b")
     engine.destroy()
-    assert off and profiler_ranges.recorder() is None
+    assert off and ranges.recorder is None
 
 
 @on_ranks(1)
@@ -273,7 +274,7 @@ def test_one_rank_sends_nothing(rank, world):
 def test_a_folder_that_cannot_be_written_stops_nothing(rank, world, tmp_path):
     (tmp_path / "traces").write_text("a file in the folder's place", encoding="utf-8")
     with log_lines() as said:
-        assert len(recorded(rank, world, tmp_path, RUNS["stage 2"])) == ACTIVE and profiler_ranges.recorder() is None
+        assert [entry["still_on"] for entry in recorded(rank, world, tmp_path, RUNS["stage 2"])] == [False] * ACTIVE
     (line,) = said
     assert line.startswith(f"profiler: no trace in {tmp_path / 'traces'}: FileExistsError")
     assert (tmp_path / "traces").is_file()
@@ -283,7 +284,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(rank, world, tmp_path):
 def test_a_profiler_that_fails_stops_nothing(rank, world, tmp_path):
     failing = mock.patch.object(torch.profiler.profile, "step", side_effect=RuntimeError("no profiler today"))
     with log_lines() as said, failing:
-        assert len(recorded(rank, world, tmp_path, RUNS["stage 2"])) == ACTIVE and profiler_ranges.recorder() is None
+        assert [entry["still_on"] for entry in recorded(rank, world, tmp_path, RUNS["stage 2"])] == [False] * ACTIVE
     assert said == ["profiler: RuntimeError: no profiler today; training goes on without"]
     assert list(tmp_path.iterdir()) == []
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from deepzero.comm.exact_sum import SUM_CHUNK, sum_in_rank_order
 from deepzero.comm.ledger import Ledger, Traffic
-from deepzero.comm.reduce_scatter import SUM_CHUNK, sum_in_rank_order
 
 SCRATCH = torch.zeros(2 * SUM_CHUNK)
 

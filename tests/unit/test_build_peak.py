@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from deepzero.comm.process_group import FakeRank, fake_process_group
+from deepzero.comm.collectives import DryRunRank
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine as Engine
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.offload.pinned_arena import HostArena
+from deepzero.planning.dry_run import DryRunCPUAdam
 from deepzero.planning.op_cost import WorkMeter
 from deepzero.runtime import build
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.zero import stage3
 from deepzero.runtime.zero.optimizer_shard import ParamGroup
+from tests.distributed.one_of_many import one_of_many
 from tests.distributed.training import config
 
 WIDTH, LAYERS = 256, 8
@@ -66,7 +68,7 @@ CASES = {
 def peak_of(settings, world, given_on_device, frozen, monkeypatch):
     """In bytes, of the device: the most while it builds, what training holds there, what the given model took."""
     meter = DeviceMeter()
-    with monkeypatch.context() as patched, fake_process_group(FakeRank(world - 1, world, "cuda", min(world, 8))):
+    with monkeypatch.context() as patched, one_of_many(DryRunRank(world - 1, world, "cuda", min(world, 8))):
         patched.setattr(HostArena, "allocate", meter.on_host(HostArena.allocate))
         on_host = settings.zero.offload_optimizer.device == "cpu"
         if on_host:
@@ -77,7 +79,7 @@ def peak_of(settings, world, given_on_device, frozen, monkeypatch):
             model = Stack(frozen)
         given = 4 * sum(param.numel() for param in model.parameters()) if given_on_device else 0
         trained = [param for param in model.parameters() if param.requires_grad]
-        optimizer = build_optimizer(settings.optimizer, trained, on_host)
+        optimizer = build_optimizer(settings.optimizer, trained, on_host, DryRunCPUAdam)
         with meter:
             meter.peak_bytes = meter.alive_bytes
             engine = Engine(model, optimizer, settings)
@@ -115,7 +117,7 @@ def test_only_fragments_wait_for_the_masters(monkeypatch, stage):
     monkeypatch.setattr(ParamGroup, "allocate_masters", look_and_allocate)
     zero = {"stage3_param_persistence_threshold": 0}
     settings = load_engine_config(config(stage=stage, precision="bf16", bucket=2**30, zero=zero))
-    with fake_process_group(FakeRank(3, world, "cuda", world)), meter:
+    with one_of_many(DryRunRank(3, world, "cuda", world)), meter:
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(64)))
         engine = Engine(model, build_optimizer(settings.optimizer, model.parameters(), False), settings)

@@ -71,15 +71,20 @@ def test_restart_count(monkeypatch):
         assert restart_count() == count
 
 
-def test_a_request_to_leave_in_order():
+def test_a_request_to_leave_in_order(monkeypatch):
+    signals = rank_process.StopSignals()
+    monkeypatch.setattr(signal, "getsignal", {signal.SIGTERM: signal.SIG_IGN}.get)
+    rank_process.on_stop_request(print, 3.0)  # of a process that nobody watches: there is nobody to ask the program
+    assert rank_process.stop_signal() == signal.SIGTERM
+    monkeypatch.setattr(signal, "getsignal", {signal.SIGTERM: signal.SIG_IGN, signal.SIGINT: signals}.get)
     for seconds in (-1.0, 25.1, 30.0, float("nan")):  # the agent would not grant it
         with pytest.raises(ValueError, match="killed 30 s after SIGTERM"):
             rank_process.on_stop_request(lambda: None, seconds)
-        assert rank_process._registered is None
+        assert signals.request is None
     rank_process.on_stop_request(print, 3.0)
-    assert rank_process._registered == rank_process.StopRequest(print, 3.0)
+    assert signals.request == rank_process.StopRequest(print, 3.0)
     rank_process.on_stop_request(None)
-    assert rank_process._registered is None
+    assert signals.request is None
 
 
 def test_ranks_agree_on_a_fresh_part_of_an_old_store():

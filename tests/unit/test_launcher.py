@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,7 +174,7 @@ def gpus(monkeypatch):
     chosen = []
     for name in ("DEEPZERO_DEVICE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(process_group, "_has_joined", lambda: False)  # another test may have
+    monkeypatch.setattr(process_group, "is_initialized", lambda: False)  # another test may have
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -206,6 +207,8 @@ def test_a_ranks_gpu(variables, device, gpus, monkeypatch):
 def test_a_group_that_the_caller_has_joined(gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(process_group, "is_initialized", lambda: True)
+    world = SimpleNamespace(bound_device_id=None)  # without saying which device is its
+    monkeypatch.setattr(process_group.dist, "group", SimpleNamespace(WORLD=world))
     process_group.init_distributed()
     assert gpus == [torch.device("cuda", 1)]
 

@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 import torch
 
-from deepzero.comm import profiler_ranges
+from deepzero.comm.profiler_ranges import Ranges
 from deepzero.config.run import ProfilerConfig
 from deepzero.profiling.trace import Recording, trace
 
@@ -32,13 +32,14 @@ class Torch:
 ])  # fmt: skip
 def test_the_history_ends_without_raising(tmp_path, monkeypatch, running, with_stack, calls):
     asked = Torch(monkeypatch, running)
-    recording = Recording(tmp_path, "rank0", None, ProfilerConfig(with_stack=with_stack), on_gpu=True)
+    ranges = Ranges()
+    recording = Recording(tmp_path, "rank0", None, ProfilerConfig(with_stack=with_stack), on_gpu=True, ranges=ranges)
     profiler = SimpleNamespace(current_action=torch.profiler.ProfilerAction.RECORD)
     recording.drive(cast(torch.profiler.profile, profiler), lambda: None)
-    assert profiler_ranges.recorder() is not None
+    assert ranges.recorder is not None
     recording.end()
     recording.end()
-    assert profiler_ranges.recorder() is None
+    assert ranges.recorder is None
     assert asked.calls == calls
 
 

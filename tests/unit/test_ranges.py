@@ -8,7 +8,7 @@ import torch
 from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.profiler_ranges import VERBS, Label, LaneSpan, OverlapMeter, Recorder
+from deepzero.comm.profiler_ranges import VERBS, Label, LaneSpan, OverlapMeter, Ranges, Recorder
 from deepzero.comm.streams import Chaos
 from deepzero.comm.topology import RankGroup
 from deepzero.config.engine import ChaosConfig
@@ -69,7 +69,11 @@ ONE = [(0, "launch", 0), (4, "launched", 0), (4, "standing", 0), (4, "landed", 0
     ("cuda", "gather", ONE, [None]),  # a GPU says nothing
 ])  # fmt: skip
 def test_hidden_communication(device, kind, story, expected, clock):
-    account, flights, found = OverlapMeter(torch.device(device), Ledger(untracked_kinds={"evaluation"})), {}, []
+    account, flights, found = (
+        OverlapMeter(torch.device(device), Ledger(untracked_kinds={"evaluation"}), Ranges()),
+        {},
+        [],
+    )
     for clock.now, what, number in story:
         if what == "launch":
             flights[number] = account.launch(kind, "bucket 0")

@@ -37,13 +37,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from deepzero.comm.streams import Chaos, alias_of, storage_ptr_of
+from deepzero.comm.streams import Chaos, storage_ptr_of
 from deepzero.runtime.zero.fetch_plan import FetchPlan, ModuleUse
 
 ROUNDS = 8
@@ -56,6 +56,7 @@ class BufferPool:
     See [Note: buffers and who still holds them] and [Note: which buffers a pass takes]. Free buffers go before all
     together exceed ``limit_numel`` elements. ``chaos`` poisons what is given back. ``reuses`` is by default False on a
     GPU, whose caching allocator is a pool already, ordered by streams; there views are the allocator's matter, too.
+    ``alias`` gives a tensor's memory a second storage.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class BufferPool:
         limit_numel: int = 0,
         chaos: Chaos | None = None,
         reuses: bool | None = None,
+        alias: Callable[[torch.Tensor], torch.Tensor] = torch.from_dlpack,
     ) -> None:
+        self._alias = alias
         self.dtype, self.device, self._chaos = dtype, device, chaos
         self._most_allowed = self.limit_numel = limit_numel
         self.reuses = device.type in ("cpu", "meta") if reuses is None else reuses
@@ -141,7 +144,7 @@ class BufferPool:
         views of it are told from the shard, and nothing is copied.
         """
         if shard is not None:
-            return alias_of(shard)
+            return self._alias(shard)
         fitting = [b for b in self._free if b.numel() == numel or (b.numel() > numel and not self._exact)]
         usable = [b for b in fitting if self.is_alone(b)]
         if usable:

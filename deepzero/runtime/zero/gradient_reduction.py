@@ -27,8 +27,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from deepzero.comm import process_group, profiler_ranges
-from deepzero.comm.reduce_scatter import BucketReducer, Measure
+from deepzero.comm.exact_sum import Measure
+from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.layout import Bucket
 from deepzero.runtime.grad_norm import BlockNorms
 from deepzero.runtime.zero.buffer_pool import references
@@ -182,7 +182,7 @@ class UnreducedGradients:
         new = [name for name in self._unused if name not in self._unused_named]
         self._unused_named.update(new)
         self.forget_pass()
-        if new and process_group.rank() == 0:
+        if new and self.groups[0].comm.rank == 0:
             names = ", ".join(new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
             log.warning("no gradient in this backward pass, so it counts as zeros (said once): %s", names)
 
@@ -241,7 +241,9 @@ class GradientReducer:
         # may differ between ranks; so all at once count as complete, at a moment that is the same on all ranks.
         self.leaf_params: set[nn.Parameter] = set()
         # Block norms of this rank's part, taken as the sums are written; and which buckets' are up to date.
-        self._norms = [BlockNorms(group.layout.shard_numel, group.device) for group in self.groups]
+        self._norms = [
+            BlockNorms(group.layout.shard_numel, group.device, group.comm.device_type) for group in self.groups
+        ]
         self._measured: set[tuple[int, int]] = set()
         # Of the backward pass under way: the position in ``order``, which gradients have arrived, how many are missing
         # in each bucket.
@@ -347,7 +349,7 @@ class GradientReducer:
         accumulate = self.reduced or again
         output, on_chunk, on_reduced = self.shard.grad_output(g, bucket, accumulate, measure)
         first = self.groups[g].names[bucket.slots[0].index]
-        with profiler_ranges.span("reduce", bucket.index, first):
+        with self.reducer.comm.ranges.span("reduce", bucket.index, first):
             # Waits only where all buffers are under way: the oldest is then added up, and filled anew.
             send_buffer = self.reducer.acquire(bucket, output, accumulate)
             self.unreduced.fill(g, bucket, send_buffer, name_unused=not again)

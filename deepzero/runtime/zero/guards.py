@@ -17,7 +17,6 @@ from torch import nn
 from torch.overrides import get_default_nowrap_functions
 from torch.utils.weak import WeakIdKeyDictionary
 
-from deepzero.comm.streams import data_ptr_of
 from deepzero.config.strict import ConfigError
 
 if TYPE_CHECKING:
@@ -202,10 +201,11 @@ class WriteGuard:
     def written(self) -> ZeroParameter | None:
         """A parameter that was written, if any."""
         bucket = self.bucket
-        start = data_ptr_of(bucket.gathered)
+        data_ptr = bucket.gather.comm.data_ptr
+        start = data_ptr(bucket.gathered)
         for param, slot, version in zip(bucket.params, bucket.layout.slots, self._versions, strict=True):
             inside = (slot.offset - bucket.layout.offset) * bucket.gathered.itemsize
-            moved = bucket.shown and slot.numel and data_ptr_of(param) != start + inside
+            moved = bucket.shown and slot.numel and data_ptr(param) != start + inside
             if param._version != version or moved:
                 return param
         return self._written_through_data() if bucket.gathered.device.type == "cpu" else None

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.reduce_scatter import Measure
+from deepzero.comm.exact_sum import Measure
 from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan
 
 HOST_MASTERS = "host_masters"

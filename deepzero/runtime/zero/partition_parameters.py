@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from deepzero.comm import process_group
-from deepzero.comm.collectives import make_communicator
+from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.streams import Chaos
 from deepzero.config.deepspeed_json import load_engine_config
@@ -419,7 +419,7 @@ class Init:
         # Ranks exist before an engine does, and what is sent here is in no engine's account.
         process_group.init_distributed()
         device = process_group.default_device()
-        self.comm = make_communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()))
+        self.comm = Communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()))
         self._shard_device = torch.device("cpu") if remote_device == "cpu" else device
         self._pin = pin_memory and self._shard_device.type == "cpu" and torch.cuda.is_available()
         if pin_memory and not torch.cuda.is_available() and self.comm.rank == 0:

@@ -113,7 +113,8 @@ def gather_builders(
 
 def build_pool(dtype: torch.dtype, config: ZeroConfig, comm: Communicator) -> BufferPool:
     """Buffers for gathered buckets, or for their messages."""
-    return BufferPool(dtype, comm.device, config.stage3_max_live_parameters, comm.chaos, comm.device_type == "cpu")
+    reuses = comm.device_type == "cpu"
+    return BufferPool(dtype, comm.device, config.stage3_max_live_parameters, comm.chaos, reuses, comm.alias)
 
 
 def _name_idle_switches(config: ZeroConfig, layouts: Mapping[bool, Sequence[FlatLayout]]) -> None:

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.streams import storage_ptr_of
 from deepzero.runtime.zero.buffer_pool import BufferPool
@@ -256,14 +255,14 @@ class PartitionedParameterCoordinator:
             self._count_live(key, where, note)
             if bucket.status is ZeroParamStatus.NOT_AVAILABLE:  # else GatheredParameters has it
                 use.fetch += (key,)
-                with profiler_ranges.span("fetch", key, where, note):
+                with self.comm.ranges.span("fetch", key, where, note):
                     bucket.launch(kind, exact=False)
                 self.inflight.add(bucket)
         if not on_demand:
             self._current = frozenset(keys)
         # All is launched before anything is waited for: while this rank stands still for its own buckets, and while it
         # computes with them, those of the next modules travel.
-        with profiler_ranges.standing_at(where):
+        with self.comm.ranges.standing_at(where):
             for key in keys:
                 self.inflight.wait(key)
                 if show and not self.buckets[key].shown:
@@ -421,7 +420,7 @@ class PartitionedParameterCoordinator:
             bucket.release_when_unreferenced = True
             return False
         self.comm.ledger.note("release", "", f"bucket {key}")
-        with profiler_ranges.span("release", key, bucket.params[0]._zero.name if bucket.params else ""):
+        with self.comm.ranges.span("release", key, bucket.params[0]._zero.name if bucket.params else ""):
             return bucket.release(discard)
 
 

@@ -48,9 +48,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.comm.streams import data_ptr_of
 from deepzero.layout import Bucket, Fragment, OffloadPlan
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import STAY, register_owner, unregister_owner
@@ -123,7 +121,7 @@ class FlatParamGroup(ParamGroup):
         self.flat_P = self._flatten()
         self.cut_masters()
         # By these two a step sees what the program did to a parameter in between: moved it, or wrote into it.
-        self._data_ptrs = [data_ptr_of(param) for param in self.params]
+        self._data_ptrs = [comm.data_ptr(param) for param in self.params]
         self._versions = [param._version for param in self.params]
 
     @torch.no_grad()
@@ -195,8 +193,9 @@ class FlatParamGroup(ParamGroup):
         """
         # Else the next publication would silently overwrite it from the masters. A write through ``param.data`` leaves
         # no trace in the parameter's version and cannot be seen.
+        data_ptr = self.comm.data_ptr
         for index, param in enumerate(self.params):
-            if data_ptr_of(param) != self._data_ptrs[index] or param.dtype != self.dtype:
+            if data_ptr(param) != self._data_ptrs[index] or param.dtype != self.dtype:
                 raise RuntimeError(
                     f"parameter {self.names[index]!r} has left ZeRO's flat buffer: it is now {param.dtype} on "
                     f"{param.device} (an assignment to param.data). {STAY}; write values with param.copy_"
@@ -236,7 +235,7 @@ class FlatParamGroup(ParamGroup):
 
     def refresh_data_ptrs(self) -> None:
         """Note where the parameters lie after ``offload_states`` has given the flat buffer other memory."""
-        start = data_ptr_of(self.flat_P)
+        start = self.comm.data_ptr(self.flat_P)
         for index, slot in enumerate(self.layout.slots):
             if slot.numel:  # what has no elements lies nowhere
                 self._data_ptrs[index] = start + slot.offset * self.flat_P.itemsize
@@ -350,7 +349,7 @@ class ZeroStage1And2:
     def _all_gather(self, i: int, bucket: Bucket) -> Pending:
         # My part is in its place in ``whole`` already, and the others' arrive in theirs: no copy in, no copy out.
         padding = (self.comm.world_size - 1) * bucket.padding_of(self.comm.rank)
-        with profiler_ranges.span("publish", bucket.index, self.groups[i].names[bucket.slots[0].index]):
+        with self.comm.ranges.span("publish", bucket.index, self.groups[i].names[bucket.slots[0].index]):
             whole = bucket.of(self.bit16_groups_flat[i])
             return self.comm.all_gather(ALL_GATHER, whole, padding, f"bucket {bucket.index}")
 

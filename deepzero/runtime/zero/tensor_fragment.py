@@ -30,7 +30,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from deepzero.comm import process_group
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, BucketReducer
 from deepzero.layout import Bucket, Fragment, ParamSlot, plan_layout
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
@@ -202,7 +201,7 @@ class ParamFragment:
             master = self.tensors.master
             state = self.engine.optimizer.state.get(master, {})
             mine = [kept for kept, value in state.items() if torch.is_tensor(value) and value.shape == master.shape]
-        ranks = process_group.all_gather_object(mine) if everywhere else [mine]
+        ranks = self.engine.comm.all_gather_object(mine) if everywhere else [mine]
         known = sorted({kept for rank in ranks for kept in rank})
         if known and key not in known:
             raise ValueError(

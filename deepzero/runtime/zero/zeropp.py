@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.quantization import Format, Quantizer
 from deepzero.comm.quantized_reduce import QuantizedReduce
@@ -64,9 +63,7 @@ def build_quantizer(
     except RuntimeError as error:
         problem = str(error)
     if settings.kernel == "compiled":
-        process_group.raise_on_all_ranks(
-            problem, lambda text: ConfigError(f"zero.quantization.kernel='compiled': {text}")
-        )
+        comm.raise_on_all_ranks(problem, lambda text: ConfigError(f"zero.quantization.kernel='compiled': {text}"))
     if comm.rank == 0:
         log.info("%s: %s", what, quantizer.describe())
     return quantizer
