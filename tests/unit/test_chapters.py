@@ -1,12 +1,19 @@
-"""Figures in the chapters that follow from a plan: they are computed again here."""
+"""The chapters' form; and their figures that follow from a plan, computed again."""
 
 import re
 import shlex
 
 import pytest
 
-from tests.unit.test_docs import DOCS, ROOT, fenced, text
+from tests.unit.test_docs import DOCS, PAGES, ROOT, fenced, text
 from tools import plan
+
+
+def test_lines_are_short():
+    """But rows of tables, which wrap where they are shown, and pages that a benchmark has written."""
+    pages = [page for page in PAGES if page.parent.name != "benchmarks"]
+    lines = [(page.name, line) for page in pages for line in text(page).splitlines() if line[:1] != "|"]
+    assert [(page, line) for page, line in lines if len(line) > 160] == []
 
 
 def planned(command, capsys):
