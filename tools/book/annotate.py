@@ -84,17 +84,20 @@ class Annotated:
         self.prose_lines.update(range(node.lineno, (node.end_lineno or 0) + 1))
         return value.value
 
-    def _read_body(self, body: list[ast.stmt], outer: str) -> None:
+    def _read_body(self, body: list[ast.stmt], outer: str, owner: Row | None = None) -> None:
         for before, node in zip([None, *body], body, strict=False):
             if isinstance(node, DEFINITIONS):
                 name = f"{outer}{node.name}"
-                row = self._row(min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]))
+                text = self._string(node.body[0])
+                # What an undocumented constructor takes is said by its class: they share a row.
+                shared = owner if node.name == "__init__" and not text else None
+                row = shared or self._row(min([node.lineno, *(one.lineno for one in node.decorator_list)]))
                 row.names.append((name, name.count(".")))
                 self.symbols.append((name, name.count(".")))
-                if text := self._string(node.body[0]):
+                if text:
                     row.prose.append(document(text))
                 if isinstance(node, ast.ClassDef):
-                    self._read_body(node.body, f"{name}.")
+                    self._read_body(node.body, f"{name}.", row)
             elif isinstance(before, (ast.Assign, ast.AnnAssign)) and (text := self._string(node)):
                 self._row(before.lineno).prose.append(document(text))  # the text below a constant, beside it
 
