@@ -43,7 +43,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "tools": (4736, 2700),
     "tools/book": (1000, 1000),
     "examples": (700, 700),
-    "tests": (26_551, 17_000),
+    "tests": (26_500, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
@@ -188,7 +188,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
     path = [house[name] for name in reading_path(root)]
     counts = [source.comments_and_code() for source in path]
     density = round(100 * sum(comments for comments, _ in counts) / max(sum(code for _, code in counts), 1), 1)
-    yield Row("lines of the reading path", sum(source.lines for source in path), 5931, 5500, f"{len(path)} files")
+    yield Row("lines of the reading path", sum(source.lines for source in path), 5848, 5500, f"{len(path)} files")
     yield Row("comments per 100 lines of code on it", density, 13, 12, least=True)
 
     package, zero = files_of(house, "deepzero"), files_of(house, "deepzero/runtime/zero")

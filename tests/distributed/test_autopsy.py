@@ -1,7 +1,7 @@
 """Collectives that time out, and ranks that vanish: who waits for whom, in words, the same ones on every rank.
 
 The process group of such a test is of no use afterwards, so each call makes one of its own (see test_divergence.py).
-Ranks that are really killed or stopped: tests/e2e/test_lost_ranks.py.
+Ranks that are really killed or stopped: tests/e2e/test_launch.py.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""Offloading changes where things are, and nothing else: bits, counted bytes, order, checkpoints, misuse."""
+"""Offloading changes where things are, and nothing else: bits, counted bytes, order, checkpoints, misuse.
+
+Also for frozen weights, one rank, state that is made late, ``zero.Init``, and exceptions half-way.
+"""
 
 import itertools
 from unittest import mock
@@ -7,7 +10,12 @@ import pytest
 import torch
 
 import deepzero
+from deepzero.comm.reduce_scatter import BucketReducer
+from deepzero.config.run import ModelConfig
 from deepzero.config.strict import ConfigError
+from deepzero.models.gpt import GPT
+from deepzero.offload import cpu_adam
+from deepzero.offload.adam_kernels import ChunkedAdam
 from deepzero.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -15,8 +23,19 @@ from deepzero.utils import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
 )
+from deepzero.zero import Init
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import as_predicted, built, check_same_bits, config, go, make_model, my_micro_batches
+from tests.distributed.training import (
+    as_predicted,
+    built,
+    check_alike,
+    check_same_bits,
+    config,
+    go,
+    make_batch,
+    make_model,
+    my_micro_batches,
+)
 
 STEPS = 4
 CPU_ADAM = {"type": "CPUAdam", "params": {"lr": 1e-2, "weight_decay": 0.1}}
@@ -275,3 +294,163 @@ def test_what_one_ranks_host_lacks(rank, world, asked, here, there, given, words
     with answer, pytest.raises(ConfigError, match=("^rank 1: " if rank == 0 else "^") + words):
         built(settings(2, 1.0, offload=given))
     assert len(set(go(built(settings(2, 1.0)), rank, world, 0, STEPS))) == STEPS
+
+
+def adapted(rank, world, case, init):
+    """Large weights are frozen, norms and biases trained, as adapters do it."""
+    torch.manual_seed(0)
+    with deepzero.zero.Init(enabled=init):
+        model = make_model()
+    for param in model.parameters():
+        param.requires_grad = param.dim() == 1
+    engine = built(case, model)
+    losses = go(engine, rank, world, 0, 4)
+    memory = engine.report()["memory"]
+    sha = engine.params_sha256()
+    engine.destroy()
+    return losses, sha, memory
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+def test_frozen_weights_in_host_memory(ranks, world):
+    more = {"precision": "bf16", "bucket": 500}
+    plain = ranks.run(adapted, settings(3, **more), False, world_size=world)[0]
+    for init in (False, True):
+        for chaos in (None, 3):
+            found = ranks.run(adapted, settings(3, 1.0, param=True, chaos=chaos, **more), init, world_size=world)[0]
+            assert found[:2] == plain[:2]
+            frozen = sum(p.numel() for p in make_model().parameters() if p.dim() == 2)
+            assert found[2]["host_parameters"]["measured"] >= 2 * frozen / world
+            assert found[2]["masters"]["measured"] == 0
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 2))])
+def test_one_rank(ranks, stage):
+    """Nothing is gathered that copies could hide behind."""
+    more = {"precision": "bf16"}
+    cases = [settings(stage, **more)] + [settings(stage, 1.0, chaos=seed, **more) for seed in (None, 1, 2, 3)]
+    if stage == 3:
+        cases += [settings(3, 1.0, param=True, chaos=seed, **more) for seed in (None, 4, 5)]
+    check_same_bits(ranks, cases, 5, 1)
+
+
+class Late(torch.optim.Optimizer):
+    """Momentum that is made in the first step, by a class that nobody knows."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                state = self.state[param]
+                if not state:
+                    state["seen"] = torch.zeros_like(param)
+                state["seen"].mul_(0.9).add_(param.grad)
+                param.sub_(state["seen"], alpha=group["lr"])
+
+
+@on_ranks()
+def test_state_that_is_made_late(rank, world):
+    """It lies outside of the arena, which has no room for it, and is counted where it is: on the host."""
+    found = []
+    for ratio in (None, 1.0):
+        model, case = make_model(), settings(2, ratio, precision="bf16")
+        del case["optimizer"]
+        engine = built(case, model, optimizer=Late(model.parameters()))
+        go(engine, rank, world, 0, 3)
+        found.append((engine.params_sha256(), engine.report()["memory"]))
+    (plain, held), (offloaded, memory) = found
+    assert plain == offloaded and memory["moments"]["measured"] == 0
+    assert memory["host_moments"]["measured"] == pytest.approx(held["moments"]["measured"], rel=0.01)
+
+
+@on_ranks()
+def test_a_reduction_that_fails_can_be_repeated(rank, world):
+    engine = built(settings(2, 1.0, precision="bf16"))
+    go(engine, rank, world, 0, 1)
+    ids, labels = my_micro_batches(1, rank, world, engine.batch.micro_batch, 1)[0]
+    acquire = BucketReducer.acquire
+
+    def full(self, bucket, *rest):
+        if bucket.index == 3:
+            raise torch.OutOfMemoryError("no room")
+        return acquire(self, bucket, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketReducer, "acquire", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.backward(engine(ids, labels))
+    engine.discard_gradients()
+    go(engine, rank, world, 1, 3)
+    check_alike(engine.params_sha256())
+
+
+@on_ranks()
+def test_destroyed_and_built_again(rank, world):
+    model = make_model()
+    for _ in range(3):
+        engine = built(settings(2, 1.0, precision="bf16", chaos=1), model)
+        go(engine, rank, world, 0, 2)
+        arena = engine.zero.offload.arena
+        engine.destroy()
+        assert not arena.pinned and arena.tensors("host_masters") == []
+    check_alike([p.detach().float().sum().item() for p in model.parameters()])
+
+
+WIDE = ModelConfig(
+    vocab_size=40, block_size=8, n_layer=3, n_head=2, n_embd=24, tied=False, activation_checkpointing=True
+)
+
+
+def cut_settings(offload, optimizer, chaos=None):
+    block = {"stage3_param_persistence_threshold": 30}
+    if offload:
+        block |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    return config(
+        stage=3, bucket=200, overlap=True, precision="bf16", chaos=chaos, zero=block,
+        optimizer={"type": optimizer, "params": {"lr": 1e-2}}, data_types={"grad_accum_dtype": "bf16"},
+    )  # fmt: skip
+
+
+def cut_and_trained(rank, world, remote, case):
+    """Three steps of a GPT that was cut while it was made."""
+    torch.manual_seed(3)
+    with Init(dtype=torch.bfloat16, remote_device=remote):
+        model = GPT(WIDE)
+    asked = []
+
+    def choose(request, numel, wanted):
+        if numel > 1000:  # initialize tries every optimizer on a few elements first
+            asked.append((numel, set(wanted)))
+        return ChunkedAdam(), "for this test"
+
+    with mock.patch.object(cpu_adam, "choose_kernel", choose):
+        engine, *_ = deepzero.initialize(model=model, config=case)
+    losses = []
+    for step in range(3):
+        ids, labels = (t[2 * rank : 2 * rank + 2] for t in make_batch(step, 2 * world))
+        loss = engine(ids, labels)
+        engine.backward(loss)
+        engine.step()
+        losses.append(engine.last_step.loss)
+    sha = engine.params_sha256()
+    engine.destroy()
+    return losses, sha, asked
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_model_that_was_cut_while_it_was_made(ranks, world):
+    """The same bits wherever the parts waited, with and without offload; the kernel is chosen for fp32 masters."""
+    plain = ranks.run(cut_and_trained, None, cut_settings(False, "CPUAdam"), world_size=world)[0]
+    elements = GPT(WIDE).num_parameters()
+    assert plain[2] == [(elements, {(torch.float32, torch.bfloat16, None, True)})]
+    for remote in (None, "cpu"):
+        # "Adam" in a config that offloads is CPUAdam.
+        cases = [cut_settings(True, "CPUAdam"), cut_settings(True, "AdamW", chaos=5)]
+        losses, sha, asked = ranks.run(cut_and_trained, remote, cases[0], world_size=world)[0]
+        assert (losses, sha) == plain[:2]
+        assert asked == [(elements, {(torch.float32, torch.bfloat16, torch.bfloat16, True)})]
+        late = ranks.run(cut_and_trained, remote, cases[1], world_size=world)[0]
+        assert len(set(late[0])) == 3

@@ -29,6 +29,10 @@ from tests.distributed.pool import ready_to_fork
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "train.py")
 TIMEOUT_SECONDS = 90.0
+PROGRAMS = str(ROOT / "tests" / "e2e" / "programs.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+SOON = 30.0
+"""A rank that has lost another one ends by itself within so many seconds."""
 MARK = "DEEPZERO_TEST_MARK"
 
 TINY = ("experiment=smoke", "model.n_layer=1", "model.block_size=16", "train.sample_tokens=8", "data=text")

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from tests.e2e import runs
+from tests.e2e.runs import SOON
 from tests.e2e.test_launch import free_port
-from tests.e2e.test_lost_ranks import SOON
 from tests.e2e.test_resume import far_enough
 
 COMMON = [

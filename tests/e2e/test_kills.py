@@ -22,10 +22,9 @@ from deepzero.checkpoint import checkpoint_dir as folders
 from deepzero.checkpoint.verify import verify as check_all
 from tests.e2e import runs
 from tests.e2e.kill_program import DONE, FAILED, KEEP_LAST
+from tests.e2e.runs import SOON
 
 PROGRAM = str(runs.ROOT / "tests" / "e2e" / "kill_program.py")
-SOON = 30.0
-"""A rank that has lost another one ends by itself within so many seconds."""
 
 
 @dataclasses.dataclass

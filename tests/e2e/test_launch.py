@@ -1,6 +1,8 @@
-"""Ranks that fail, are killed or are interrupted: what the user is told, and that no process stays behind."""
+"""Ranks that fail, are killed, stopped, interrupted or started again: what is told; no process stays behind."""
 
+import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -11,9 +13,7 @@ import pytest
 
 from tests import doors
 from tests.e2e import runs
-
-PROGRAMS = str(runs.ROOT / "tests" / "e2e" / "programs.py")
-
+from tests.e2e.runs import PROGRAMS, SOON, TORCHRUN
 
 SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
 KILLED = "RankFailed: rank 1 was killed by signal 9 (SIGKILL)"
@@ -152,8 +152,7 @@ def test_torchrun_with_two_nodes(tiny, sweep, tmp_path):
 
 @pytest.mark.exhaustive
 def test_under_torchrun_the_failing_rank_speaks(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = runs.finished([*torchrun, PROGRAMS, "raise", str(tmp_path)], tmp_path)
+    done = runs.finished([*TORCHRUN, PROGRAMS, "raise", str(tmp_path)], tmp_path)
     assert done.status == 1
     said = [line for line in done.err.splitlines() if line.startswith("rank ")]
     assert said == ["rank 1 failed: ValueError: rank 1 has had enough"]
@@ -163,10 +162,155 @@ def test_under_torchrun_the_failing_rank_speaks(tmp_path):
 
 @pytest.mark.exhaustive
 def test_under_torchrun_an_error_is_said_once(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = runs.finished([*torchrun, runs.TRAIN, "zero.stagee=1"], tmp_path)
+    done = runs.finished([*TORCHRUN, runs.TRAIN, "zero.stagee=1"], tmp_path)
     assert done.status == 1
     assert done.out == ""
     assert done.err.splitlines()[0].startswith("unknown config key 'zero.stagee'. Did you mean 'zero.stage'?")
     assert done.err.count("unknown config key") == 2  # and once more in torchrun's own report
     assert list(tmp_path.iterdir()) == []
+
+
+@contextlib.contextmanager
+def plain_ranks(how, world, folder):
+    """Ranks that no launcher looks after, so that nobody ends the survivors; they meet in ``folder``."""
+    shared = {"WORLD_SIZE": str(world), "DEEPZERO_LAUNCH_FOLDER": str(folder)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # for them to know that they are ranks
+    with contextlib.ExitStack() as stack:
+        command = [sys.executable, "-W", "error", PROGRAMS, how, str(folder)]
+        yield [
+            stack.enter_context(runs.started(command, folder, RANK=str(rank), LOCAL_RANK=str(rank), **shared))
+            for rank in range(world)
+        ]
+
+
+@pytest.mark.slow
+def test_survivors_name_the_killed_rank(tmp_path):
+    with plain_ranks("lose", 3, tmp_path) as (first, killed, last):
+        assert killed.wait().status == -signal.SIGKILL
+        began = time.monotonic()
+        ends = [first.wait(SOON), last.wait(SOON)]
+        assert time.monotonic() - began < SOON
+    for rank, done in zip((0, 2), ends, strict=True):
+        assert done.status == 1
+        assert f"rank {rank} failed: RankLeftError: rank 1 gave no sign of life: it was killed or its mach" in done.err
+        assert f"Rank {rank} still needs it: it is in step 5, backward, waiting for collective 5" in done.err
+
+
+@pytest.mark.exhaustive
+def test_a_stopped_rank_does_not_answer(tmp_path):
+    with plain_ranks("freeze", 3, tmp_path) as (first, stopped, last):
+        ends = [first.wait(SOON + 30), last.wait(SOON + 30)]
+        os.kill(stopped.process.pid, signal.SIGKILL)
+    texts = {re.search(r"CollectiveTimeoutError: (.*\n(?:  rank .*\n)*)", done.err)[1] for done in ends}
+    assert len(texts) == 1
+    lines = texts.pop().splitlines()
+    assert lines[0].startswith(
+        "a collective did not complete within 6 s (comm.timeout_seconds): rank 0 and rank 2 wait "
+    )
+    assert "for rank 1, which does not answer: killed, stopped, or its machine is gone" in lines[0]
+    assert lines[2] == "  rank 1: does not answer: killed, stopped, or its machine is gone"
+    for rank, done in zip((0, 2), ends, strict=True):
+        assert f"where rank {rank} is: step 5, in backward, at programs.py:" in done.err
+
+
+@pytest.mark.parametrize("launched_by", ["launcher", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
+def test_a_killed_rank_ends_the_run(launched_by, tmp_path):
+    start = TORCHRUN if launched_by == "torchrun" else [sys.executable]
+    with runs.started([*start, PROGRAMS, "lose", str(tmp_path)], tmp_path) as command:
+        alive = [tmp_path / f"alive{rank}" for rank in range(2)]
+        runs.wait_until(lambda: all(path.exists() for path in alive), "two ranks")
+        began = time.monotonic()
+        done = command.wait()
+        assert time.monotonic() - began < SOON
+    if launched_by == "torchrun":
+        assert re.search(r"rank +: 1 .*\n +exitcode +: -9", done.err), done.err
+    else:
+        assert done.out.startswith("RankFailed: rank 1 was killed by signal 9 (SIGKILL)")
+
+
+def lines(path):
+    """Of a text file."""
+    return path.read_text(encoding="ascii").splitlines()
+
+
+@pytest.mark.slow
+def test_ranks_are_started_again(tmp_path):
+    done = runs.finished([sys.executable, "-W", "error", PROGRAMS, "again", str(tmp_path)], tmp_path)
+    assert done.out == "done\n"
+    said = done.err.splitlines()
+    assert len(said) == 2
+    assert said[0].startswith("rank 1 was killed by signal 9 (SIGKILL)")
+    assert said[0].endswith("; restart 1 of 3")
+    assert said[1] == "rank 1 failed: ValueError: not yet; restart 2 of 3"
+    assert [lines(tmp_path / f"attempts{rank}") for rank in range(2)] == [["0", "1", "2"]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
+def test_a_signal_between_two_attempts_ends_the_run(number, tmp_path):
+    with runs.started([sys.executable, PROGRAMS, "pause", str(tmp_path)], tmp_path) as command:
+        attempts = tmp_path / "attempts1"
+        runs.wait_until(attempts.exists, "the first attempt")
+        runs.wait_until(lambda: command.ranks() == [], "its end")
+        time.sleep(1)  # the launcher is told a little later
+        os.kill(command.process.pid, number)
+        done = command.wait(30)
+    assert done.out.splitlines() == ["before restart 1", f"interrupted by {number.value}"]
+    assert lines(attempts) == ["0"]
+
+
+@pytest.mark.parametrize(("launched_by", "number"), [
+    ("launcher", signal.SIGINT),
+    pytest.param("launcher", signal.SIGTERM, marks=pytest.mark.exhaustive),
+    pytest.param("torchrun", signal.SIGINT, marks=pytest.mark.exhaustive),
+    pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_ctrl_c_and_sigterm_let_ranks_leave_in_order(launched_by, number, tmp_path):
+    # As under nohup, which torchrun does not heed.
+    nohup = ["sh", "-c", 'trap "" HUP; exec "$0" "$@"', sys.executable]
+    start = TORCHRUN if launched_by == "torchrun" else nohup
+    with runs.started([*start, PROGRAMS, "stop", str(tmp_path)], tmp_path) as command:
+        runs.wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, "two ranks")
+        if launched_by == "launcher":
+            os.kill(command.process.pid, signal.SIGHUP)
+            time.sleep(0.5)
+            assert len(command.ranks()) == 2
+        os.kill(command.process.pid, number)
+        done = command.wait(40)
+    assert len(list(tmp_path.glob("left*"))) == 2
+    if launched_by == "launcher":
+        assert (done.out, done.err) == (f"interrupted by {number.value}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("how", "signals", "said"),
+    [
+        ("stubborn", [signal.SIGINT, signal.SIGINT], 2),  # Ctrl-C twice takes no account of the request
+        pytest.param("stubborn", [signal.SIGTERM], 15, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_end_comes_all_the_same(how, signals, said, tmp_path):
+    with runs.started([sys.executable, PROGRAMS, how, str(tmp_path)], tmp_path) as command:
+        runs.wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, "two ranks")
+        began = time.monotonic()
+        for number in signals:
+            os.kill(command.process.pid, number)
+        done = command.wait(30)
+        assert time.monotonic() - began < 15
+    assert list(tmp_path.glob("left*")) == []
+    assert (done.out, done.err) == (f"interrupted by {said}\n", "")
+
+
+@pytest.mark.exhaustive
+def test_a_note_survives_torchruns_restart(tmp_path):
+    command_line = [*TORCHRUN, "--max-restarts=2", PROGRAMS, "note", str(tmp_path)]
+    done = runs.finished(command_line, tmp_path, TMPDIR=str(tmp_path))
+    assert done.status == 0, done.err  # torch's own meeting point would send every second one to dead listeners
+    assert sorted(done.out.splitlines()) == [
+        "rank 0, restart 0, note None",
+        "rank 0, restart 1, note written by rank 0",
+        "rank 0, restart 2, note written by rank 0",
+        "rank 1, restart 0, note None",
+        "rank 1, restart 1, note written by rank 0",
+        "rank 1, restart 2, note written by rank 0",
+    ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import runs
-from tests.e2e.test_lost_ranks import SOON, TORCHRUN
+from tests.e2e.runs import SOON, TORCHRUN
 
 Reference = Callable[..., Path]
 STEPS = 100

@@ -1,12 +1,11 @@
 """What a run does with a folder that has been used, and what it refuses; whatever it refuses stays as it was."""
 
 import shutil
-import sys
 
 import pytest
 
 from tests.e2e import runs
-from tests.e2e.test_lost_ranks import SOON
+from tests.e2e.runs import SOON, TORCHRUN
 from tests.e2e.test_resume import checkpoints, far_enough, training
 
 SHORT = ["train.steps=4", "train.save_every=2", "train.eval_every=0", "train.sample_tokens=0", "hydra.run.dir=run"]
@@ -20,10 +19,6 @@ def used(tmp_path_factory, tiny):
     assert (done.status, done.err) == (0, "")
     assert checkpoints(cwd / "run") == ["step_00000002", "step_00000004"]
     return cwd
-
-
-def torchrun(ranks):
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
 
 
 def contents(run_dir):
@@ -111,9 +106,9 @@ def test_two_runs_in_one_folder(tiny, tmp_path):
 @pytest.mark.exhaustive
 def test_two_runs_in_one_folder_under_torchrun(tiny, tmp_path):
     run_dir = tmp_path / "run"
-    with runs.started(training(*tiny, *ENDLESS, by=torchrun(1)), tmp_path) as first:
+    with runs.started(training(*tiny, *ENDLESS, by=[*TORCHRUN, "--nproc-per-node=1"]), tmp_path) as first:
         far_enough(run_dir, 3)
-        with runs.started(training(*tiny, *ENDLESS, by=torchrun(1)), tmp_path) as second:
+        with runs.started(training(*tiny, *ENDLESS, by=[*TORCHRUN, "--nproc-per-node=1"]), tmp_path) as second:
             done = second.wait(SOON)
         assert done.status == 1
         assert done.err.startswith(f"hydra.run.dir: another run writes to {run_dir} (process {first.ranks()[0]} on ")
@@ -181,5 +176,5 @@ def test_a_part_of_a_sweep_that_is_refused(tiny, tmp_path):
 @pytest.mark.exhaustive
 def test_what_torchrun_starts_and_is_refused_leaves_no_folder(tiny, tmp_path):
     for override in ("train.init_from=nowhere", "zero.stage=7"):
-        assert runs.finished(training(*tiny, *SHORT, override, by=torchrun(2)), tmp_path).status == 1
+        assert runs.finished(training(*tiny, *SHORT, override, by=TORCHRUN), tmp_path).status == 1
         assert list(tmp_path.iterdir()) == []
