@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def final_facts(run: RunConfig, engine: DeepSpeedEngine, sample_text: str | None
         "world_size": engine.world_size,
         **report,
         "off_the_forms": off_forms(report),
-        "remarks": stage_3_saves_nothing(run, engine),
+        "remarks": stage_3_saves_nothing(run, engine, report["memory"]),
         "peak_rss_bytes": max(rss),
         "peak_rss_bytes_per_rank": rss,
         "peak_device_bytes_per_rank": process_group.all_gather_object(device_bytes),
@@ -109,11 +109,11 @@ def final_facts(run: RunConfig, engine: DeepSpeedEngine, sample_text: str | None
     }
 
 
-def stage_3_saves_nothing(run: RunConfig, engine: DeepSpeedEngine) -> list[str]:
+def stage_3_saves_nothing(run: RunConfig, engine: DeepSpeedEngine, memory: Mapping[str, Any]) -> list[str]:
     """A sentence where stage 3 has held no less of the parameters than stage 2 would have; else none."""
-    held, stage = engine.ledger.held, run.engine.zero.stage
+    stage, cut_kinds = run.engine.zero.stage, ("parameters", SECONDARY, "gathered")
     whole = engine.model_numel * TORCH_DTYPES[run.engine.precision.dtype].itemsize
-    cut = sum(held.get(category, 0) for category in ("parameters", SECONDARY, "gathered"))
+    cut = sum(memory[category]["measured"] for category in cut_kinds if category in memory)
     if stage < 3 or engine.world_size == 1 or cut < whole:
         return []
     return [
