@@ -188,7 +188,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
     path = [house[name] for name in reading_path(root)]
     counts = [source.comments_and_code() for source in path]
     density = round(100 * sum(comments for comments, _ in counts) / max(sum(code for _, code in counts), 1), 1)
-    yield Row("lines of the reading path", sum(source.lines for source in path), 5931, 5500, f"{len(path)} files")
+    yield Row("lines of the reading path", sum(source.lines for source in path), 5848, 5500, f"{len(path)} files")
     yield Row("comments per 100 lines of code on it", density, 13, 12, least=True)
 
     package, zero = files_of(house, "deepzero"), files_of(house, "deepzero/runtime/zero")

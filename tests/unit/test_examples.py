@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepzero.comm.ring import simulate
-from examples import one_number, ring, tables
+from examples import one_number, ring, stage1_by_all_reduce, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,16 +84,16 @@ def test_stage_1_by_all_reduce_is_quoted():
     assert text.splitlines() in quoted("stage1.md")
 
 
-def test_odd_arguments_are_refused(capsys, monkeypatch):
-    """Each with what was given."""
-    for arguments in (["--lr", "0"], ["--steps", "-1"], ["--plot", "x.png"], ["--plot", "no/such/folder/x.svg"]):
-        monkeypatch.setattr(sys, "argv", ["one_number.py", *arguments])
+def test_odd_arguments_are_named_and_refused(capsys, monkeypatch):
+    of_number = [["--lr", "0"], ["--steps", "-1"], ["--plot", "x.png"], ["--plot", "no/such/folder/x.svg"]]
+    cases = [*((one_number, given) for given in of_number), (tables, ["--table", "x"])]
+    for program, arguments in [*cases, (stage1_by_all_reduce, ["--ranks", "1"]), (ring, ["--numel", "0"])]:
+        monkeypatch.setattr(sys, "argv", ["program", *arguments])
         with pytest.raises(SystemExit, match="2"):
-            one_number.main()
+            program.main()
         assert arguments[-1] in capsys.readouterr().err
 
 
 def test_the_command_of_the_chapter():
     code, text = run("examples/one_number.py", "--steps", "0")
-    assert code == 0
-    assert text.splitlines() == list(one_number.one_weight(1e-4))
+    assert (code, text.splitlines()) == (0, list(one_number.one_weight(1e-4)))
