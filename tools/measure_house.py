@@ -29,9 +29,9 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/runtime": (3526, 3050),
     "deepzero/runtime/zero": (5614, 4550),
     "deepzero/offload": (2795, 2500),
-    "deepzero/checkpoint": (3576, 2610),
+    "deepzero/checkpoint": (3589, 2610),
     "deepzero/launch": (714, 650),
-    "deepzero/health": (635, 560),
+    "deepzero/health": (651, 560),
     "deepzero/monitor": (2665, 1600),
     "deepzero/planning": (2250, 1650),
     "deepzero/profiling": (1235, 800),
@@ -41,9 +41,9 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/compat": (450, 1200),
     "deepzero": (31_400, 23_500),
     "tools": (4736, 2700),
-    "tools/book": (1000, 1000),
+    "tools/book": (1074, 1000),
     "examples": (700, 700),
-    "tests": (26_497, 17_000),
+    "tests": (26_639, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

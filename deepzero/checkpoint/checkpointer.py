@@ -19,7 +19,7 @@ import torch
 from deepzero.checkpoint.async_save import Saver, Target
 from deepzero.checkpoint.checkpoint_dir import check_tag
 from deepzero.checkpoint.engine_state import EngineState, class_name
-from deepzero.checkpoint.errors import CheckpointError, reason, together
+from deepzero.checkpoint.errors import CheckpointError, own_words, reason, together
 from deepzero.checkpoint.export import MODEL_FILE, save_gathered
 from deepzero.checkpoint.json_codec import decode
 from deepzero.checkpoint.load import Loader, naming_another, open_checkpoint
@@ -112,7 +112,7 @@ class Checkpointer:
         engine.finish_delayed_update()
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         holdings = self.holdings()
-        with together(str):
+        with together(own_words):
             engine.check("save_checkpoint")
             check_tag(tag)
             if keep_last is not None and keep_last < 1:
@@ -152,7 +152,7 @@ class Checkpointer:
         """``engine.save_16bit_model``. A collective."""
         folder = _folder("save_16bit_model", save_dir)
         self.engine.finish_delayed_update()
-        with together(str):
+        with together(own_words):
             self.engine.check("save_16bit_model")
         with self.engine.comm.ledger.aside(), torch.no_grad():
             name = MODEL_FILE if filename is None else filename

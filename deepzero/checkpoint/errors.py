@@ -42,17 +42,30 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def own_words(error: Exception) -> str:
+    """An error that says itself what is to be done, in its words; another one as :func:`reason` has it."""
+    return str(error) if isinstance(error, (RuntimeError, ValueError)) else reason(error)
+
+
 @contextlib.contextmanager
 def together(
     words: Callable[[Exception], str] = reason, error: Callable[[str], Exception] = CheckpointError
 ) -> Iterator[None]:
-    """What one rank raises inside, all raise as an ``error`` of these words: none waits for it. A collective."""
-    problem = None
+    """What one rank raises inside, all raise as an ``error`` of these words: none waits for it. A collective.
+
+    A fault of the program's, which no word of these foresees, is this rank's error's cause, with its traceback.
+    """
+    problem = fault = None
     try:
         yield
     except Exception as raised:  # whatever it is: the others wait for this rank's word
         problem = words(raised)
-    raise_on_all_ranks(problem, error)
+        fault = None if isinstance(raised, (RuntimeError, ValueError, OSError)) else raised
+    try:
+        raise_on_all_ranks(problem, error)
+    except Exception as told:
+        told.__cause__ = fault
+        raise
 
 
 @contextlib.contextmanager

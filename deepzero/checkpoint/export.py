@@ -37,7 +37,7 @@ import torch
 from deepzero.checkpoint import shard_file
 from deepzero.checkpoint.checkpoint_dir import complete_beside, find, read_manifest, room_for
 from deepzero.checkpoint.engine_state import EngineState
-from deepzero.checkpoint.errors import CheckpointError, naming, together
+from deepzero.checkpoint.errors import CheckpointError, naming, own_words, together
 from deepzero.checkpoint.json_codec import DTYPES, ITEMSIZE, TORCH_DTYPES
 from deepzero.checkpoint.manifest import BUFFER, COMMIT, LATEST, MANIFEST
 from deepzero.checkpoint.reader import CheckpointReader, ReadRequest
@@ -387,7 +387,7 @@ def save_gathered(
     Raises:
         CheckpointError: on every rank.
     """
-    with together(str):
+    with together(own_words):
         check_filename(filename)
         tensors: dict[TensorPlan, torch.Tensor] = {}
         trained = holdings.trained()

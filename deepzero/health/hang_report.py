@@ -71,6 +71,23 @@ class Diagnosis(NamedTuple):
         return None if text is None else Diagnosis(*json.loads(text))
 
 
+class Standstill:
+    """How long a rank has stood where it is, as one thread has seen it: it looks, and nobody else does."""
+
+    def __init__(self, trail: FlightRecorder) -> None:
+        self._trail = trail
+        self._seen: tuple[int, CollectiveRecord | None] = (0, None)
+        self._since: float | None = None
+
+    def look(self, now: float) -> tuple[float, bool]:
+        """Seconds at second ``now`` of any clock that does not jump; and whether the rank has moved since the last."""
+        seen = (self._trail.sequence, self._trail.waiting)
+        moved = self._since is None or seen != self._seen
+        if moved or self._since is None:
+            self._seen, self._since = seen, now
+        return now - self._since, moved
+
+
 class RollCall:
     """One rank's part: it asks where the ranks are, it answers, and it says what it has heard.
 
@@ -78,36 +95,35 @@ class RollCall:
     and not the host. But a rank that is waited for has launched less: there the ranks that have launched most, and
     nothing since, wait for those that have launched less; where all have launched the same there is nothing to say.
 
-    ``trainer`` is the number of the thread that trains.
+    ``trainer`` is the number of the thread that trains. A thread that asks the store (:meth:`look`) may hang there, and
+    come back while another one already calls :meth:`standstill`: neither changes what the other reads.
     """
 
     def __init__(self, board: StoreMailbox, trail: FlightRecorder, trainer: int, host_waits: bool = True) -> None:
         self._board, self._trail, self._trainer, self._host_waits = board, trail, trainer, host_waits
-        self._seen: tuple[int, CollectiveRecord | None] = (0, None)
-        self._since: float | None = None
-        self._due = NOTICE_SECONDS
+        # Of :meth:`look`.
+        self._asking, self._due = Standstill(trail), NOTICE_SECONDS
         self._answered = 0
         # The number of the question that this rank has asked last while it waits, and when; None: it has its answer.
         self._asked: tuple[int, float] | None = None
-        self._lock, self._said, self._told = threading.Lock(), False, False
-
-    def stands(self, now: float) -> float:
-        """How long this rank has stood where it is, at second ``now`` of any clock that does not jump."""
-        seen = (self._trail.sequence, self._trail.waiting)
-        if self._since is None or seen != self._seen:
-            self._seen, self._since, self._due, self._asked, self._told = seen, now, NOTICE_SECONDS, None, False
-        return now - self._since
+        # Of :meth:`standstill`.
+        self._alone, self._told = Standstill(trail), False
+        self._lock, self._said = threading.Lock(), False  # of every thread
 
     def standstill(self, now: float, seconds: float) -> str:
         """What is to be printed, once, when nothing was launched for so long; empty: nothing. Without the store."""
-        if self.stands(now) < seconds or self._told or self._trail.sequence == 0:
+        stands, moved = self._alone.look(now)
+        self._told = self._told and not moved
+        if stands < seconds or self._told or self._trail.sequence == 0:
             return ""
         self._told, where = True, self._state(0, 0.0).text()
         return f"where rank {self._board.rank} is, nothing launched for {seconds:.0f} s: {where}"
 
     def look(self, now: float) -> bool:
         """Answer, ask or say, whatever it is time for, and return True. For the watchdog's thread, once a second."""
-        board, stands = self._board, self.stands(now)
+        board, (stands, moved) = self._board, self._asking.look(now)
+        if moved:
+            self._due, self._asked = NOTICE_SECONDS, None
         asked = int(board.get("ask") or 0)
         if asked > self._answered:
             self._answered = asked
