@@ -247,14 +247,12 @@ def test_a_skipped_step_sends_what_is_ready(rank, world):
 def test_after_a_refused_step_gradients_are_those_of_the_step(rank, world):
     engine = built(late(2, after=0))
     go(engine, rank, world, 0, 2)
-    ids, labels = my_micro_batches(2, rank, world, engine.batch.micro_batch, 1)[0]
-    engine.backward(engine(ids, labels) * float("nan"))
+    engine.backward(engine(*my_micro_batches(2, rank, world, engine.batch.micro_batch, 1)[0]) * float("nan"))
     with pytest.raises(RuntimeError, match="is not finite"):
         engine.step()
     engine.discard_gradients()
     for step in range(3, 7):
-        ids, labels = my_micro_batches(step, rank, world, engine.batch.micro_batch, 1)[0]
-        engine.backward(engine(ids, labels))
+        engine.backward(engine(*my_micro_batches(step, rank, world, engine.batch.micro_batch, 1)[0]))
         engine.stage.gradients.reduce_now()
         fresh = list(engine.zero.optimizer_shard._grad_fragments())
         mine = engine.zero.optimizer_shard.parts

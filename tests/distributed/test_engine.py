@@ -32,8 +32,7 @@ def test_fp16_overflow_on_one_rank_skips_on_all(rank, world, stage):
     engine = start(make_model(), stage=stage, precision="fp16", fp16={"initial_scale_power": 8, "hysteresis": 1})
     records, hashes = [], []
     for step in range(6):
-        ids, labels = my_micro_batches(step, rank, world, 2, 1)[0]
-        loss = engine(ids, labels)
+        loss = engine(*my_micro_batches(step, rank, world, 2, 1)[0])
         engine.backward(loss * (math.inf if step == 2 and rank == 1 else 1.0))
         engine.step()
         records.append(engine.last_step)
@@ -111,8 +110,7 @@ def test_frozen_unused_scalar_tied_and_used_on_one_rank(rank, world):
             model = engine.module
             frozen, unused = model.frozen.weight.clone(), model.unused.weight.clone()
             for step in range(3):
-                ids, labels = my_micro_batches(step, rank, world, 2, 1)[0]
-                engine.backward(engine(ids, labels, extra=rank == 0)["loss"])
+                engine.backward(engine(*my_micro_batches(step, rank, world, 2, 1)[0], extra=rank == 0)["loss"])
                 engine.step()
         assert torch.equal(frozen, model.frozen.weight) and torch.equal(unused, model.unused.weight)
         assert model.tiny.head.weight is model.tiny.embed.weight
@@ -272,8 +270,7 @@ def test_two_backward_passes_before_a_step(rank, world, stage):
     """Their gradients add up, as in torch."""
     model = make_model()
     for step in (0, 1):
-        ids, labels = make_batch(step, 4)
-        model(ids, labels).backward()
+        model(*make_batch(step, 4)).backward()
     expected = [p.detach() - 0.1 * p.grad for p in model.parameters()]
     engine = start(make_model(), stage=stage, bucket=800, optimizer=SGD, gradient_clipping=0)
     first, second = (my_micro_batches(step, rank, world, 2, 1)[0] for step in (0, 1))

@@ -245,8 +245,7 @@ def test_a_nan_loss_is_no_overflow_for_ever(rank, world, stage, scale):
         for step in range(1, 20):
             # Four bad steps and a good one in between are an accident; five in a row are not.
             bad = rank == 1 and step != 5
-            ids, labels = my_micro_batches(step, rank, world, 2, 1)[0]
-            engine.backward(engine(ids, labels) * (math.nan if bad else 1.0))
+            engine.backward(engine(*my_micro_batches(step, rank, world, 2, 1)[0]) * (math.nan if bad else 1.0))
             engine.step()
     assert (step, engine.params_sha256() != kept, engine.skipped_steps) == (10, True, 8)
     text = str(error.value)

@@ -74,8 +74,7 @@ def test_states_away_between_the_passes(rank, world, stage):
     for away in (False, True):
         engine = built(settings(stage, True, precision="bf16"), KINDS["checkpoint"])
         for step in range(3):
-            ids, labels = my_micro_batches(step, rank, world, 2, 1)[0]
-            loss = engine(ids, labels)
+            loss = engine(*my_micro_batches(step, rank, world, 2, 1)[0])
             if away:
                 engine.offload_states()
                 engine.reload_states()
@@ -115,8 +114,7 @@ def test_counted_bytes(rank, world, stage, reentrant):
 def test_weights_of_stage_3_are_not_copied(rank, world):
     """Stage 3: weights are fetched again, not copied; what is on the host is activations."""
     engine = built(settings(3, True), KINDS["plain"])
-    ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
-    loss = engine(ids, labels)
+    loss = engine(*my_micro_batches(0, rank, world, 2, 1)[0])
     numels = {p.numel() for name, p in engine.module.named_parameters() if p.dim() == 2}
     parked = [p.nbytes // 4 for p in engine.activations._parked.values()]
     engine.backward(loss)

@@ -218,8 +218,7 @@ def test_checkpoints_with_and_without(rank, world, stage, tmp_path):
 def look_inside(rank, world, stage, ratio):
     engine = built(settings(stage, ratio, precision="bf16", chaos=6))
     go(engine, rank, world, 0, 2)
-    ids, labels = my_micro_batches(2, rank, world, engine.batch.micro_batch, 1)[0]
-    engine.backward(engine(ids, labels))
+    engine.backward(engine(*my_micro_batches(2, rank, world, engine.batch.micro_batch, 1)[0]))
     param = engine.module.blocks[0][1].weight
     grad = safe_get_full_grad(param)
     safe_set_full_grad(param, grad * 2)

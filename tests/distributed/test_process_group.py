@@ -121,13 +121,13 @@ def test_a_world_of_one(rank, world_size):
     assert doors.beyond(found) == []
 
 
-def told(rank, world_size):
-    return process_group.gather_object({"rank": rank, "x": "y" * rank}), process_group.gather_object(rank, dst=1)
+@on_ranks()
+def test_one_rank_hears_all(rank, world_size):
+    heard = process_group.gather_object({"rank": rank, "x": "y" * rank}), process_group.gather_object(rank, dst=1)
+    assert heard == (([{"rank": 0, "x": ""}, {"rank": 1, "x": "y"}], None), (None, [0, 1]))[rank]
 
 
-def test_one_rank_hears_all(ranks):
-    first, second = ranks.run(told, world_size=2)
-    assert first == ([{"rank": 0, "x": ""}, {"rank": 1, "x": "y"}], None) and second == (None, [0, 1])
+def test_one_process_hears_itself_and_a_pretended_rank_what_the_others_would_say():
     assert process_group.gather_object(7) == [7]
     with pytest.raises(ValueError, match="rank 3 of 3 ranks: they are numbered 0 to 2"):
         DryRunRank(3, 3, "cpu", 3)

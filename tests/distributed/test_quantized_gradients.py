@@ -138,8 +138,7 @@ def test_dropped_gradients(rank, world):
     lost = [float(t.float().norm()) for t in engine.zero.reducer.kept()]
     engine.discard_gradients()
     after = [float(t.float().norm()) for t in engine.zero.reducer.kept()]
-    ids, labels = make_batch(1, 2)
-    engine.backward(engine(ids, labels))
+    engine.backward(engine(*make_batch(1, 2)))
     engine.discard_gradients()
     dropped_too = [float(t.float().norm()) for t in engine.zero.reducer.kept()]
     assert lost == after and all(lost) and not any(dropped_too)

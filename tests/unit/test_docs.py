@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import json
 import re
 import shlex
@@ -26,6 +27,12 @@ CODE = re.compile(r"`((?:deepzero|tests|tools|configs|examples)/[\w/.]*\w|train\
 
 def text(page):
     return page.read_text(encoding="utf-8")
+
+
+@functools.cache
+def names_of(file):
+    """What a Python file defines, parsed once for all the pointers into it."""
+    return ast.parse(text(file)).body
 
 
 def fenced(page):
@@ -177,7 +184,7 @@ def test_links_and_pointers_resolve(page):
             continue
         assert (ROOT / file).exists(), file
         if name:
-            body = ast.parse(text(ROOT / file)).body
+            body = names_of(ROOT / file)
             for part in name.split("."):  # each is defined inside the one before
                 found = [node for node in body if getattr(node, "name", None) == part]
                 assert found, f"{file}:{name}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import deepzero
-from tools.measure_house import read
+from tools.measure_house import Source
 
 ROOT = Path(__file__).parents[2]
 DISTRIBUTION = {"hydra": "hydra-core", "torch_tb_profiler": "torch-tb-profiler"}
@@ -59,10 +59,9 @@ def test_every_import_is_declared():
     # What model=hf needs is imported when it is asked for, and comes with the extra of that name.
     extras = table["optional-dependencies"]
     declared = names([*table["dependencies"], *extras["hf"]])
-    used = {}
-    for path, source in read(ROOT).items():
-        if path == "train.py" or path.startswith("deepzero/"):
-            used.update({name.split(".")[0]: path for name in source.imports()})
+    files = [ROOT / "train.py", *(ROOT / "deepzero").rglob("*.py")]
+    sources = [Source(str(path), path.read_text(encoding="utf-8")) for path in files]
+    used = {name.split(".")[0]: source.path for source in sources for name in source.imports()}
     foreign = {name: place for name, place in used.items() if name not in {*sys.stdlib_module_names, "deepzero"}}
     assert {"torch", "numpy", "hydra"} <= set(foreign)
     missing = {name: place for name, place in foreign.items() if DISTRIBUTION.get(name, name) not in declared}
