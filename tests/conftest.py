@@ -6,14 +6,13 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from _pytest.config import parse_warning_filter  # pytest has no public reader of its own filterwarnings setting
 
-from tests.distributed.pool import RankPool, ready_to_fork
+from tests.distributed.pool import RankPool
 from tests.e2e import runs, shared
 
 # Results must not depend on the machine: everything runs on the CPU, on ranks and in commands that tests start too,
@@ -44,20 +43,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="session")
 def real_runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny: list[str]
-) -> Iterator[dict[str, Future[Any]]]:
+) -> Iterator[shared.RealRuns]:
     """Of the runs in ``shared.RUNS`` those that a test looks at. Another process starts one after the other."""
     wanted = {name for item in request.session.items for name in item.fixturenames}
-    executor = ProcessPoolExecutor(1, ready_to_fork())
-    places = {name: tmp_path_factory.mktemp(name) for name in shared.RUNS if name in wanted}
-    yield {name: executor.submit(shared.RUNS[name], place, tiny) for name, place in places.items()}
-    executor.shutdown(cancel_futures=True)
+    real = shared.RealRuns({name: tmp_path_factory.mktemp(name) for name in shared.RUNS if name in wanted}, tiny)
+    yield real
+    real.close()
 
 
 def _result_of(name: str) -> Any:
     """A fixture: what came of a real run."""
 
-    def fixture(real_runs: dict[str, Future[Any]]) -> Any:
-        return real_runs[name].result()
+    def fixture(real_runs: shared.RealRuns) -> Any:
+        return real_runs[name]
 
     return pytest.fixture(scope="session", name=name)(fixture)
 

@@ -12,8 +12,11 @@ import struct
 import sys
 import termios
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+from tests.distributed.pool import ready_to_fork
 from tests.e2e import runs
 
 
@@ -82,3 +85,40 @@ def broken(cwd: Path, tiny: list[str]) -> tuple[Path, runs.Done]:
 
 RUNS = {make.__name__: make for make in (full_disk, watched, sweep, broken)}
 """In the order in which tests ask for them."""
+
+
+def make_all(places: dict[str, Path], tiny: list[str], pipe: Connection) -> None:
+    """In a process of its own: one run after the other; each is handed over as it ends, or what went wrong."""
+    for name, place in places.items():
+        try:
+            pipe.send((name, RUNS[name](place, tiny), None))
+        except Exception as error:
+            pipe.send((name, None, error))
+
+
+class RealRuns:
+    """The runs with these names, which begin at once; to ask for one waits for it."""
+
+    def __init__(self, places: dict[str, Path], tiny: list[str]) -> None:
+        context = ready_to_fork()
+        self.places, self._known = places, {}
+        self._pipe, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=make_all, args=(places, tiny, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __getitem__(self, name: str) -> Any:
+        while name not in self._known:
+            done, result, error = self._pipe.recv()
+            self._known[done] = result, error
+        result, error = self._known[name]
+        if error is not None:
+            raise error
+        return result
+
+    def close(self) -> None:
+        """Who breaks off a session waits for the run that is under way."""
+        if set(self._known) != set(self.places):
+            self._process.join(runs.TIMEOUT_SECONDS)
+        self._process.kill()
+        self._pipe.close()
