@@ -392,9 +392,9 @@ def rehearsed(*overrides: str, ranks: int = 2) -> DryRunResult:
 
 
 BUCKET_STEPS = (
-    (SUMS[2], "A gradient is ready, and waits", "zero/gradient_reduction.py:GradientReducer.reduce_ready_gradient"),
+    (SUMS[2], "A gradient is ready: taken, .grad = None", "zero/gradient_reduction.py:UnreducedGradients.take"),
     (SUMS[2], "The bucket is complete: take a buffer", "../comm/reduce_scatter.py:BucketReducer.acquire"),
-    (SUMS[2], "Gradients are copied into it, .grad = None", "zero/gradient_reduction.py:UnreducedGradients.fill"),
+    (SUMS[2], "Gradients are copied into it, and freed", "zero/gradient_reduction.py:UnreducedGradients.fill"),
     (CARD, "Each part is sent to its owner", "../comm/reduce_scatter.py:BucketReducer.launch"),
     (GRADIENTS, "All have arrived: fp32 sum, in rank order", "../comm/reduce_scatter.py:BucketReducer._finish"),
     (GRADIENTS, "The owner's part is in grad_S", "zero/optimizer_shard.py:OptimizerShard.grad_output"),
@@ -429,7 +429,8 @@ def bucket_life() -> Canvas:
         canvas.box(across(launched), y, across(summed) - across(launched), 11, CARD, SOFT)
         before = launched
     canvas.legend(330, (GRADIENTS, "a gradient is ready"), (CARD, "in flight, until the sum is made"), step=124)
-    return canvas.end(346, "There are two buffers: the third bucket is filled when the first one's sum is made.")
+    words = "The steps' colours: on this rank alone, on the wire, with the owner. "
+    return canvas.end(346, words + "There are two buffers: the third bucket is filled when the first one's sum is made.")
 
 
 COORDINATOR = "zero/partitioned_param_coordinator.py:"
