@@ -429,8 +429,8 @@ def bucket_life() -> Canvas:
         canvas.box(across(launched), y, across(summed) - across(launched), 11, CARD, SOFT)
         before = launched
     canvas.legend(330, (GRADIENTS, "a gradient is ready"), (CARD, "in flight, until the sum is made"), step=124)
-    words = "The steps' colours: on this rank alone, on the wire, with the owner. "
-    return canvas.end(346, words + "There are two buffers: the third bucket is filled when the first one's sum is made.")
+    words = "Colours of the steps: on this rank alone, on the wire, with the owner. There are two buffers: "
+    return canvas.end(346, f"{words}the third bucket is filled when the first one's sum is made.")
 
 
 COORDINATOR = "zero/partitioned_param_coordinator.py:"
