@@ -177,7 +177,8 @@ def main() -> int:
     if not 0 < options.lr < 1 or not 0 <= options.steps <= 2000:
         parser.error(f"--lr {options.lr} --steps {options.steps}: a rate between 0 and 1 and 0 to 2000 steps, please")
     if options.plot is not None:
-        if options.plot.suffix != ".svg" or not options.plot.absolute().parent.is_dir() or options.steps == 0:
+        folder = options.plot.absolute().parent
+        if options.plot.suffix != ".svg" or options.plot.is_dir() or not folder.is_dir() or options.steps == 0:
             parser.error(
                 f"--plot {options.plot}: a file that ends in .svg, in a folder that exists, and --steps above 0"
             )

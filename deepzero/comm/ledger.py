@@ -23,6 +23,7 @@ from deepzero.comm.streams import storage_ptr_of
 
 SNAPSHOT = "snapshot"  # of asynchronous saves
 SECONDARY = "secondary"  # what hpZ and MiCS keep of the parameters for a rank's group
+SPARE = "spare buffers"  # kept for the next gather: part of the most that "gathered" has held, but not of what it holds
 MEMORY_CATEGORIES = ("parameters", "gathered", "gradients", "masters", "moments", "buckets", "padding")
 HOST_CATEGORIES = ("host_parameters", "host_gradients", "host_masters", "host_moments", "host_buffers")
 UNPREDICTED = (SNAPSHOT, "host_states", "host_activations")

@@ -128,11 +128,11 @@ class Monitor:
         """The run is over: write the summary, close all sinks, print the table.
 
         ``facts`` are the loop's: ``params_sha256, model_numel, world_size, memory, communication, off_the_forms,
-        peak_rss_bytes, sample, config …``.
+        remarks, peak_rss_bytes, sample, config …``.
         """
         if self.last.get("step", 0) <= self.first_step:
             # This start took no step: nothing was held or sent that could be compared with what was predicted.
-            facts = {**facts, "memory": None, "communication": None, "off_the_forms": []}
+            facts = {**facts, "memory": None, "communication": None, "off_the_forms": [], "remarks": []}
         summary = {
             "status": "finished",
             "steps": self.last.get("step", 0),
@@ -200,7 +200,8 @@ def _last_words(summary: Mapping[str, Any], run_dir: Path) -> str:
     if summary.get("sample"):
         lines += ["", "---- sample ----", printable(str(summary["sample"])), "----------------"]
     if summary["memory"] is not None:
-        lines += ["", ledger_table(summary), *(f"! {line}" for line in summary.get("off_the_forms", ()))]
+        told = [*summary.get("off_the_forms", ()), *summary.get("remarks", ())]
+        lines += ["", ledger_table(summary), *(f"! {line}" for line in told)]
     else:
         lines += ["", "nothing was left to train"]
     peak = short_bytes(summary["peak_rss_bytes"])

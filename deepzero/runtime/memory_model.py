@@ -40,7 +40,7 @@ import torch
 
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.exact_sum import chunk_for
-from deepzero.comm.ledger import HOST_CATEGORIES, SECONDARY, Ledger, Traffic
+from deepzero.comm.ledger import HOST_CATEGORIES, SECONDARY, SPARE, Ledger, Traffic
 from deepzero.comm.quantization import Format
 from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER
@@ -541,6 +541,7 @@ def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledg
     ledger.watch("buckets", buckets)
     if stage3 is not None:
         ledger.watch("gathered", stage3.gather_buffers, most=stage3.most_gathered)
+        ledger.watch(SPARE, stage3.spare_buffers)
         if stage3.secondaries():
             ledger.watch(SECONDARY, stage3.secondaries)
     if offload is not None:

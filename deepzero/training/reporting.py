@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from deepzero.comm import process_group
-from deepzero.comm.ledger import off_forms
+from deepzero.comm.ledger import SECONDARY, off_forms
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.run import RunConfig
 from deepzero.data.corpus import Corpus
@@ -31,8 +31,10 @@ from deepzero.monitor.report.sections import write_report_or_tell
 from deepzero.monitor.throughput import peak_flops
 from deepzero.planning.dry_run import ClusterShape, dry_run, quiet
 from deepzero.profiling.step_recorder import StepRecorder, points_for
+from deepzero.runtime.build import TORCH_DTYPES
 from deepzero.training.build_model import program_of
 from deepzero.training.run_folder import cannot_write
+from deepzero.utils.formatting import short_bytes
 
 REHEARSAL_SECONDS = 5.0
 """After so long no further rank is rehearsed: the others are drawn with the last one's plan, from which theirs differs
@@ -95,6 +97,7 @@ def final_facts(run: RunConfig, engine: DeepSpeedEngine, sample_text: str | None
         "world_size": engine.world_size,
         **report,
         "off_the_forms": off_forms(report),
+        "remarks": stage_3_saves_nothing(run, engine, report["memory"]),
         "peak_rss_bytes": max(rss),
         "peak_rss_bytes_per_rank": rss,
         "peak_device_bytes_per_rank": process_group.all_gather_object(device_bytes),
@@ -104,6 +107,20 @@ def final_facts(run: RunConfig, engine: DeepSpeedEngine, sample_text: str | None
         "environment": environment(device_name) if engine.global_rank == 0 else None,
         "config": dataclasses.asdict(run),
     }
+
+
+def stage_3_saves_nothing(run: RunConfig, engine: DeepSpeedEngine, memory: Mapping[str, Any]) -> list[str]:
+    """A sentence where stage 3 has held no less of the parameters than stage 2 would have; else none."""
+    stage, cut_kinds = run.engine.zero.stage, ("parameters", SECONDARY, "gathered")
+    whole = engine.model_numel * TORCH_DTYPES[run.engine.precision.dtype].itemsize
+    cut = sum(memory[category]["measured"] for category in cut_kinds if category in memory)
+    if stage < 3 or engine.world_size == 1 or cut < whole:
+        return []
+    return [
+        f"stage 3 saves nothing here: shards and what is gathered at once take {short_bytes(cut)}, all parameters, "
+        f"which stage 2 keeps, {short_bytes(whole)}. {engine.model_numel:,} elements fit into few buckets; a larger "
+        "model, and in its report gathered memory that rises and falls, has python train.py zero.stage=3"
+    ]
 
 
 def ranks_in_full(peaks: Sequence[int]) -> list[int]:

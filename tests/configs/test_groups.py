@@ -21,13 +21,14 @@ DEPARTURES = {
     "engine.zero.stage": 2,
     "engine.zero.overlap_comm": True,
     "engine.zero.stage3_param_persistence_threshold": 1000,
+    "engine.zero.stage3_max_live_parameters": 262_144,
     "engine.precision.dtype": "bf16",
     "model.n_head": 2,
     "model.position": "rope",
     "model.activation": "swiglu",
     "model.bias": False,
 }
-"""Where the default run chooses otherwise than a bare dataclass; starred in configs/train.yaml and configs/zero/."""
+"""Where the default run chooses otherwise than a bare dataclass; starred in train.yaml, zero/ and model/nano.yaml."""
 
 
 def choices_of(group):

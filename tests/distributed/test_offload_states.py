@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import deepzero
+from deepzero.comm.ledger import SPARE
 from deepzero.offload import offload_states
 from deepzero.offload.offload_states import HOST_STATES, STATES, STATES_TO_DEVICE, STATES_TO_HOST, StatesOffloadedError
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
@@ -304,7 +305,7 @@ def test_the_ledger_shows_it(rank, world, stage):
     assert host == sum(kept.values())
     engine.reload_states()
     after = ledger.held_now()
-    assert after.pop(HOST_STATES) == 0 and before.pop("gathered", 0) >= after.pop("gathered", 0) == 0
+    assert after.pop(HOST_STATES) == 0 and before.pop(SPARE, 0) >= after.pop(SPARE, 0) == 0
     assert after == before
     moved = ledger.between_steps[STATES_TO_HOST], ledger.between_steps[STATES_TO_DEVICE]
     assert [traffic.bytes for traffic in moved] == [host, host]

@@ -26,6 +26,7 @@ def test_a_sweep_gives_each_stage_its_folder_and_prints_plain_lines(sweep):
         assert f"ZeRO stage {stage}" in done.out
     assert sorted(path.name for path in folder.parent.iterdir()) == ["out"]
     assert "\r" not in done.out and "\x1b" not in done.out
+    assert done.out.count("! stage 3 saves nothing here: ") == 1  # the model is tiny
     assert done.out.count("step 10/10  loss") == 4 and done.out.count("predicted      measured    ratio") == 8
 
 

@@ -10,7 +10,13 @@ PAGES = sorted((figures.ROOT / "docs").glob("*.md"))
 LINK = re.compile(r"!\[([^\]]*)\]\(figures/(\w+)\.svg\)")
 
 
-@pytest.mark.parametrize("name", figures.FIGURES)
+RUNS = ("gathered_memory",)
+"""Drawn from runs with two ranks."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in RUNS else name for name in figures.FIGURES]
+)
 def test_the_committed_figure_is_current(name):
     assert figures.problems(name) == []
 

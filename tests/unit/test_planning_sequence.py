@@ -1,6 +1,7 @@
 """Which ranks are rehearsed, and how one that goes another way is found and named."""
 
 import dataclasses
+import itertools
 from functools import partial
 
 import pytest
@@ -14,6 +15,8 @@ from deepzero.models.gpt import GPT
 from deepzero.planning import plan
 from deepzero.planning.check_collective_order import check, compare, skipping, telling_ranks
 from deepzero.planning.dry_run import ClusterShape, TrainStep, dry_run
+from deepzero.training.build_model import program_of
+from deepzero.training.command_line import compose, with_fallback_batch
 
 MODEL = ModelConfig(n_layer=2, n_embd=32, n_head=2, block_size=16, vocab_size=64)
 WORLD = ClusterShape(16, 4)
@@ -83,6 +86,17 @@ def test_what_a_plan_lists_makes_the_peak():
     assert found.held["gathered"] == found.memory["gathered"] > 0
     assert sum(plan.memory(found).values()) == found.peak_bytes
     assert found.activation_bytes > 0
+
+
+def test_the_default_run_of_stage_3_shows_what_stage_3_is_for():
+    """It holds less than that of stage 2, and what is gathered rises and falls."""
+    runs = [with_fallback_batch(compose([f"zero.stage={stage}"])) for stage in (2, 3)]
+    found = [dry_run(program_of(run, 2), ClusterShape(2, 2, "cpu"), limit=1000) for run in runs]
+    assert sum(found[1].memory.values()) < 0.9 * sum(found[0].memory.values())
+    gathered = [point["held"].get("gathered", 0) for point in found[1].points]
+    assert gathered[0] == gathered[-1] == 0 and max(gathered) == found[1].memory["gathered"]
+    falls = [place for place, (before, after) in enumerate(itertools.pairwise(gathered)) if after < before]
+    assert len(falls) > 10 and max(gathered) < found[0].memory["parameters"] / 3
 
 
 def test_who_is_known_to_be_wrong_is_no_reference():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import itertools
 import json
 import re
 import sys
@@ -19,15 +20,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from deepzero.comm import ring
+import deepzero
+from deepzero.comm import process_group, ring
 from deepzero.comm.ledger import Event
 from deepzero.comm.quantization import Format
 from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
 from deepzero.comm.topology import Nodes, split_ranks
+from deepzero.launch.launcher import launch
 from deepzero.layout import plan_layout
 from deepzero.planning.clusters import PRESETS
 from deepzero.planning.dry_run import ClusterShape, DryRunResult, dry_run
@@ -35,8 +39,9 @@ from deepzero.runtime.memory_model import Elements, StateSizes, predicted_memory
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD
 from deepzero.runtime.zero.partitioned_bucket import ZeroParamStatus
 from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER
-from deepzero.training.build_model import program_of
+from deepzero.training.build_model import build_model, program_of
 from deepzero.training.command_line import compose, with_fallback_batch
+from deepzero.utils.formatting import short_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "figures"
@@ -483,9 +488,12 @@ def spans(events: Iterable[Event]) -> dict[str, list[list[float]]]:
     return found
 
 
+SMALL_BUCKETS = ("zero.reduce_bucket_size=131072", "zero.stage3_max_live_parameters=1000000000")
+
+
 def fetch_timeline() -> Canvas:
     """Stage 3's step along its plan: fetch, prefetch, compute, release, bucket by bucket."""
-    canvas, rehearsal = Canvas("Stage 3: when each bucket is here"), rehearsed("zero.stage=3")
+    canvas, rehearsal = Canvas("Stage 3: when each bucket is here"), rehearsed("zero.stage=3", *SMALL_BUCKETS)
     gathers = [event for event in rehearsal.events if event.what == "release" or event.kind in (FORWARD, BACKWARD)]
     times = canvas.numbers["launched, waited for, released"] = spans(gathers)
     end, bottom = gathers[-1].at, 38.0 + 15 * len(times)
@@ -504,8 +512,74 @@ def fetch_timeline() -> Canvas:
     canvas.legend(bottom + 28, (GATHERED, "on its way"), (PARAMETERS, "here, until it is released"))
     first, last = next(iter(times)), list(times)[-1]
     return canvas.end(bottom + 44, (
-        f"The default run's plan. The next buckets travel while one computes. {first.capitalize()} has the embedding, "
-        f"which is also the head, and comes twice in the forward pass; {last} stays for the backward pass."
+        f"The plan of the default model, cut into {len(times)} buckets, without a limit of what is gathered. The next "
+        f"bucket travels while one computes. {first.capitalize()} has the embedding, which is also the head, and comes "
+        f"twice in the forward pass; {last} stays for the backward pass."
+    ))  # fmt: skip
+
+
+def program(stage: int, path: str) -> None:
+    """One rank of a real run: three steps of the default model; rank 0 writes the last one's events into a file."""
+    process_group.init_distributed("gloo", timeout_seconds=120)
+    run = with_fallback_batch(compose([f"zero.stage={stage}"]))
+    engine, *_ = deepzero.initialize(model=build_model(run), config=run.engine, total_steps=3)
+    ids, ledger = torch.zeros(engine.batch.micro_batch, run.model.block_size, dtype=torch.long), engine.ledger
+    ledger.trace = True
+    for _ in range(3):
+        ledger.events.clear()
+        engine.backward(engine(ids, ids))
+        engine.step()
+    memory = engine.report()["memory"].items()
+    held = {name: entry["measured"] for name, entry in memory if entry["predicted"] is not None}
+    events = [(e.what, e.kind, e.where, e.sent.elements if e.sent else 0) for e in ledger.events]
+    if engine.global_rank == 0:
+        Path(path).write_text(json.dumps({"held": held, "events": events}), encoding="utf-8")
+    process_group.shutdown()
+
+
+def gathered_memory() -> Canvas:
+    """Two real runs: what of the parameters a rank holds over a step of stage 3, and of stage 2."""
+    canvas, runs, itemsize = Canvas("Parameters on one rank over a step, two real runs"), [], 2
+    environment = {"DEEPZERO_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    with TemporaryDirectory() as folder:
+        for stage in (2, 3):
+            path = Path(folder) / f"{stage}.json"
+            launch(__file__, "program", (stage, str(path)), nproc=2, environment=environment)
+            runs.append(json.loads(path.read_text(encoding="utf-8")))
+    (whole, shard), gathered, sizes_of = (run["held"]["parameters"] for run in runs), [0], dict[str, int]()
+    totals = [sum(run["held"].values()) for run in runs]
+    marks: dict[str, int] = {}
+    for what, kind, where, elements in runs[1]["events"]:
+        change = 0
+        if what == "launch" and kind in (FORWARD, BACKWARD):
+            change = sizes_of[where] = 2 * elements * itemsize  # of two ranks each sends its half
+        elif what == "release":
+            change = -sizes_of[where]
+        marks.setdefault(what, len(gathered))
+        gathered.append(gathered[-1] + change)
+    canvas.numbers.update(whole=whole, shard=shard, gathered=gathered, totals=totals)
+    left, bottom = 60.0, 196.0
+    across = lambda event: left + (RIGHT - left) * event / len(gathered)
+    up = lambda size: bottom - 140 * size / whole
+    canvas.box(left, up(shard), RIGHT - left, bottom - up(shard), PARAMETERS)
+    begin = 0
+    for size, same in itertools.groupby(gathered):
+        end = begin + len(list(same))
+        canvas.box(across(begin), up(shard + size), across(end) - across(begin), up(0) - up(size), GATHERED)
+        begin = end
+    canvas.line((left, up(whole)), (RIGHT, up(whole)), colour=INK, width=1.5)
+    canvas.text(RIGHT, up(whole) - 5, f"stage 2: all parameters, {short_bytes(whole)}", at="right")
+    canvas.text(left + 6, bottom - 8, f"stage 3: this rank's shard, {short_bytes(shard)}")
+    for size, words in ((whole, short_bytes(whole)), (shard, short_bytes(shard)), (0, "0 B")):
+        canvas.text(left - 4, up(size) + 3, words, 8.5, at="right")
+    turns = {"forward": (0, marks["gradient_ready"]), "backward": (marks["gradient_ready"], marks["boundary"])}
+    for words, (begin, end) in {**turns, "step": (marks["boundary"], len(gathered))}.items():
+        canvas.line((across(end), bottom), (across(end), bottom + 5))
+        canvas.text(across((begin + end) / 2), bottom + 12, words, at="center")
+    canvas.legend(bottom + 30, (PARAMETERS, "the shard"), (GATHERED, f"gathered, at most {short_bytes(max(gathered))}"))
+    return canvas.end(bottom + 46, (
+        f"The default run on two ranks, event by event. With gradients, masters, moments and buffers a rank holds "
+        f"{short_bytes(totals[0])} in stage 2 and {short_bytes(totals[1])} in stage 3."
     ))  # fmt: skip
 
 
@@ -609,8 +683,8 @@ def bandwidths() -> Canvas:
 FIGURES: dict[str, Callable[[], Canvas]] = {
     "memory_16_bytes": memory_16_bytes, "bf16_grid": bf16_grid, "stages": stages, "four_weights": four_weights,
     "ring": ring_panels, "ten_parameters": ten_parameters, "bucket_life": bucket_life,
-    "parameter_states": parameter_states, "fetch_timeline": fetch_timeline, "volume": volume, "qgz": qgz,
-    "bandwidths": bandwidths,
+    "parameter_states": parameter_states, "fetch_timeline": fetch_timeline, "gathered_memory": gathered_memory,
+    "volume": volume, "qgz": qgz, "bandwidths": bandwidths,
 }  # fmt: skip
 """Name of the file → what draws it."""
 

@@ -14,7 +14,7 @@ from deepzero.utils.formatting import short_bytes, short_number, short_seconds
 
 LAYERS = {
     "parameters": "c1", "masters": "c2", "moments": "c3", "gradients": "c4", "secondary": "c7", "gathered": "c5",
-    "buckets": "c6", "padding": "c8", "snapshot": "c7",
+    "buckets": "c6", "padding": "c8", "snapshot": "c7", "spare buffers": "c8",
 }  # fmt: skip
 """Colours of the memory categories, the lowest layer first: what stays, then what comes and goes."""
 PHASES = {"gradient_ready": "3", "boundary": "4", "step": "5", "publish": "6"}

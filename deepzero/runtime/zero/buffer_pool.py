@@ -202,9 +202,9 @@ class BufferPool:
         """Elements of all buffers, free or taken."""
         return sum(buffer.numel() for buffer in self.buffers())
 
-    def buffers(self) -> list[torch.Tensor]:
-        """All buffers, free or taken."""
-        return [*self._free, *self._taken.values()]
+    def buffers(self, free: bool = True, taken: bool = True) -> list[torch.Tensor]:
+        """All buffers, or those that wait for a bucket (``free``), or those that hold one (``taken``)."""
+        return [*(self._free if free else ()), *(self._taken.values() if taken else ())]
 
     # ---- which buffers a pass takes ----------------------------------------------------------------------------------
 

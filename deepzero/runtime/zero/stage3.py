@@ -454,11 +454,15 @@ class ZeroStage3:
     # ---- what is gathered --------------------------------------------------------------------------------------------
 
     def gather_buffers(self) -> list[torch.Tensor]:
-        """What is gathered, or on its way, and what is kept for the next time."""
-        return [buffer for pool in self.coordinator.pools for buffer in pool.buffers()]
+        """What is gathered, or on its way."""
+        return [buffer for pool in self.coordinator.pools for buffer in pool.buffers(free=False)]
+
+    def spare_buffers(self) -> list[torch.Tensor]:
+        """What is kept for the next gather, on a CPU; a GPU's allocator keeps it."""
+        return [buffer for pool in self.coordinator.pools for buffer in pool.buffers(taken=False)]
 
     def most_gathered(self) -> int:
-        """The most bytes of :meth:`gather_buffers` in this pass."""
+        """The most bytes of both in this pass."""
         return sum(pool.most_numel * pool.dtype.itemsize for pool in self.coordinator.pools)
 
     def secondaries(self) -> list[torch.Tensor]:
