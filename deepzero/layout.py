@@ -13,7 +13,7 @@ This module is pure integers, and needs no process: it can be asked about 10,000
     a *bucket*    one bucket's gradients on their way to their owners, in the wire dtype (``BucketBuffers.send``).
 
     Parameters are laid out in the order in which their gradients arrive, each start aligned to ``ALIGN`` elements. A
-    *bucket* is a run of consecutive parameters, closed when the bucket size is reached, and padded to a multiple of
+    *bucket* is a run of consecutive parameters, closed before it exceeds the bucket size, and padded to a multiple of
     ``W * ALIGN``. Rank r owns the r-th W-th part **of every bucket**::
 
         bucket 0                bucket 1                        bucket 2
@@ -211,7 +211,7 @@ def plan_layout(numels: Sequence[int], world_size: int, bucket_limit: int, align
         numels: elements of each parameter, in the order in which their gradients arrive; ``slots[i]`` is that of
             ``numels[i]``.
         world_size: W.
-        bucket_limit: a bucket is closed before it would exceed this many elements (padding not counted).
+        bucket_limit: a bucket is closed before it would exceed this many elements, without the padding at its end.
         align: elements to which parameter starts and parts are aligned.
 
     Raises:
@@ -245,7 +245,7 @@ def plan_layout(numels: Sequence[int], world_size: int, bucket_limit: int, align
         pending = []
 
     for index, numel in enumerate(numels):
-        # Closed before the limit would be exceeded, not after: the limit is an upper bound of memory. `pending` lets a
+        # Closed before the limit would be exceeded, not after: the limit bounds memory, up to padding. `pending` lets a
         # parameter that is larger than the limit open a bucket, in which it stays alone.
         if pending and cursor + numel - start > bucket_limit:
             close()

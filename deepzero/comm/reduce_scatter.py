@@ -1,6 +1,6 @@
 """Gradients on their way from every rank to the rank that owns them: the reduce-scatter of all stages.
 
-Stage 0 asks for the whole sum (``whole``): an all-gather follows, which makes it an all-reduce.
+Stage 0, and stage 1 by all-reduce, ask for the whole sum: an exact sum is then all-gathered, ``native`` all-reduces.
 
 A reducer owns a fixed number of buffers, each as long as the largest bucket (two when communication overlaps with the
 backward pass, one when it does not), and keeps them for the whole run: fresh memory costs several times the copy that

@@ -77,7 +77,7 @@ class ZeroComponents:
     offload: Offload | None
     """What lives in host memory, if anything does."""
     optimizer_shard: OptimizerShard
-    """Phase 5: the optimizer over this rank's masters."""
+    """5: the optimizer over this rank's masters."""
     trained: TrainedParameters
     """Checked before every step: the same parameters train as at build."""
     meter: QuantizationMonitor | None = None
@@ -104,8 +104,8 @@ class ZeroComponents:
             return {}
         return {kind.removeprefix("offload."): leg.as_dict() for kind, leg in self.offload.meter.last_step.items()}
 
-    def forget_gradients(self) -> None:
-        """The step's gradients are not used: what was kept and measured of them goes with them."""
+    def forget_residuals(self) -> None:
+        """Drop what quantisation has kept and measured of gradients that are not used."""
         self.reducer.forget()
         if self.meter is not None:
             self.meter.restart()
@@ -135,7 +135,7 @@ def build_zero(
     in stage 3 placeholders. ``optimizer`` is over parameters of ``model``; afterwards over this rank's masters.
 
     Raises:
-        ConfigError: an optimizer that is not elementwise, or that does not fit the model; a host without room.
+        ConfigError: an optimizer that does not fit the model; a host without room. Elementwise it is known to be.
     """
     dtypes, zero = Dtypes.of(config), config.zero
     names = {param: name for name, param in model.named_parameters()}
@@ -344,7 +344,7 @@ def _build_optimizer_shard(
     dtypes: Dtypes,
     offload: Offload | None,
 ) -> OptimizerShard:
-    """Phase 5's: the optimizer over this rank's masters, on the device, on the host, or on both."""
+    """Step 5's: the optimizer over this rank's masters, on the device, on the host, or on both."""
     if offload is not None and reducer.comm.rank == 0:
         log.info(offload.describe(optimizer))
     return (OptimizerShard if offload is None else offload.build_shard)(

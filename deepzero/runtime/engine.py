@@ -16,7 +16,7 @@ sequences. The learning-rate schedule advances with every applied step.
 Three intended differences. A plain ``loss.backward()`` works in every stage and precision: fp16's loss scale is then
 applied to each parameter's gradient, too late for what has underflowed, and said so. NaN gradients in bf16 and fp32
 stop the run instead of silently skipping steps. And gradients are averaged, unscaled and clipped by one fp32 division
-after all additions (``optimizer_shard.py``).
+after all additions (``optimizer_shard.py``, which names the one exception: fp16 summed by the backend).
 
 Checkpoints, ``offload_states``, offloaded activations and printing enter through three lists of callables
 (``preconditions``, ``around_forward``, ``on_step``): what ``deepzero.initialize`` returns, a
@@ -306,7 +306,7 @@ class Engine(nn.Module):
         else:
             # An overflow, in fp16: parameters, moments and schedule stay, the smaller scale is tried on the next batch.
             self.skipped_steps += 1
-            zero.forget_gradients()
+            zero.forget_residuals()
             self.finish_delayed_update()  # an update that is ready would otherwise be two steps late
         self._close_step(agreement, StepRecord(
             self.global_steps + 1, agreement.loss, lr, norm, norm / clip, scale, skipped=not agreement.finite
@@ -337,11 +337,11 @@ class Engine(nn.Module):
         return sum(self.comm.read(loss.reshape(1))[0] for loss in losses) / len(losses) if losses else None
 
     def _end_passes(self) -> RuntimeError | None:
-        """End the passes (stage 3 releases all, and makes its plan); return what keeps this rank from a step."""
+        """Update masters, check what trains, end stage 3's passes; return what keeps this rank from a step."""
         found, zero = None, self.zero
-        for check in (zero.optimizer_shard.before_step, zero.trained.check, zero.stage.end_passes):
+        for prepare in (zero.optimizer_shard.before_step, zero.trained.check, zero.stage.end_passes):
             try:
-                check()
+                prepare()
             except DesyncError:
                 raise  # no agreement will come about
             except RuntimeError as error:
@@ -349,7 +349,7 @@ class Engine(nn.Module):
         return found
 
     def _drop_step(self) -> None:
-        self.zero.forget_gradients()
+        self.zero.forget_residuals()
         self.comm.ledger.close_step()
 
     def _check_finite(self, agreement: StepAgreement) -> None:

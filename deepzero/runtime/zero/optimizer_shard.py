@@ -307,10 +307,10 @@ class OptimizerShard:
     def discard_grads(self) -> None:
         """Forget gradients that are on their way elsewhere."""
 
-    # ---- 5: step -----------------------------------------------------------------------------------------------------
+    # ---- 4 boundary, 5 step ------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Check that the masters are the optimizer's, and let them take over what was written into parameters.
+        """4: check that the masters are the optimizer's, and let them take over what was written into parameters.
 
         Raises:
             RuntimeError: the optimizer holds other parameters than at build, or a parameter was moved away.

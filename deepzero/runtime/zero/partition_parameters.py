@@ -99,7 +99,7 @@ class ParamRecord:
 
 
 class ZeroParameter(nn.Parameter):
-    """A parameter that is partitioned, whose values are here; with DeepSpeed's attributes."""
+    """A partitioned parameter that shows its values, a view of its bucket; with DeepSpeed's attributes."""
 
     # As in nn.Parameter: nothing is intercepted.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -171,7 +171,7 @@ class PersistentParameter(nn.Parameter):
 
 
 class PartitionedParameter(ZeroParameter):
-    """A parameter whose values are not here. See [Note: a partitioned parameter]."""
+    """A partitioned parameter that shows a placeholder. See [Note: a partitioned parameter]."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

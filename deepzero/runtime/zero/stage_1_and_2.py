@@ -298,11 +298,10 @@ class ZeroStage1And2:
 
     # ---- 5 step ------------------------------------------------------------------------------------------------------
 
-    # ``OptimizerShard.step`` (optimizer_shard.py), the same in every stage: ``_optimizer_step`` calls
-    # ``unscale_and_clip_grads`` on the fragments of grad_S, then the optimizer on ``FlatParamGroup.masters``, the
+    # ``OptimizerShard.step`` (optimizer_shard.py), the same in every stage: ``_optimizer_step`` divides grad_S's
+    # fragments (``unscale_and_clip_grads``, if the optimizer's kernel does not), then steps on their masters, the
     # fragments of ``single_partition_of_fp32_groups``. DeepSpeed's step begins with ``free_grad_in_param_list``, for
-    # the gradients of other ranks' partitions; here every gradient was freed when it was taken
-    # (gradient_reduction.py), long before.
+    # gradients of other ranks' partitions; here every gradient was freed when it was taken.
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
