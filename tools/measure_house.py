@@ -25,15 +25,15 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1360, 1150),
-    "deepzero/comm": (3452, 2720),
-    "deepzero/runtime": (3527, 3050),
-    "deepzero/runtime/zero": (5618, 4550),
-    "deepzero/offload": (2795, 2500),
+    "deepzero/comm": (3458, 2720),
+    "deepzero/runtime": (3531, 3050),
+    "deepzero/runtime/zero": (5616, 4550),
+    "deepzero/offload": (2801, 2500),
     "deepzero/checkpoint": (3589, 2610),
-    "deepzero/launch": (714, 650),
+    "deepzero/launch": (704, 650),
     "deepzero/health": (651, 560),
     "deepzero/monitor": (2665, 1600),
-    "deepzero/planning": (2250, 1650),
+    "deepzero/planning": (2260, 1650),
     "deepzero/profiling": (1235, 800),
     "deepzero/models": (545, 540),
     "deepzero/data": (485, 400),
@@ -41,9 +41,9 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/compat": (450, 1200),
     "deepzero": (31_400, 23_500),
     "tools": (4736, 2700),
-    "tools/book": (1149, 1000),
+    "tools/book": (1153, 1000),
     "examples": (700, 700),
-    "tests": (26_720, 17_000),
+    "tests": (26_760, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
@@ -199,7 +199,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
     branches = [count for source in core if (count := source.dry_run_branches())]
     yield Row("branches for dry runs in the core", sum(branches), 0, 0, f"in {len(branches)} files")
     state = [f"{one.path.removeprefix('deepzero/')}:{name}" for one in package for name in sorted(one.mutable_state())]
-    yield Row("module-level mutable state", len(state), 6, 2, ", ".join(state[:3]) + (" …" if len(state) > 3 else ""))
+    yield Row("module-level mutable state", len(state), 8, 2, ", ".join(state[:3]) + (" …" if len(state) > 3 else ""))
 
     # A thread that has not chosen its device makes a context on GPU 0 as soon as it asks CUDA anything.
     threads = sum(source.threads() for source in package if source.path != "deepzero/utils/threads.py")

@@ -104,7 +104,7 @@ HOPS = (
         {}, "call", "all"),
     Hop(STEP, "runtime/consistency.py:agree", "one all-reduce: the norm of all sums, and the mean loss",
         {"norm": "returned.norm", "loss": "returned.loss"}, "return", "all"),
-    Hop(STEP, SHARD + "OptimizerShard.step", "one division: by ranks, micro-batches, loss scale and clip",
+    Hop(STEP, SHARD + "OptimizerShard.step", "what is divided by, once: ranks, micro-batches, loss scale, clip",
         {"divisor": "divisor"}, "call", "all"),
     Hop(STEP, SHARD + "OptimizerShard._unscale_and_step", "the optimizer has stepped on the fragment", MINE,
         "return", "all"),

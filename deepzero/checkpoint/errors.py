@@ -64,7 +64,7 @@ def together(
     try:
         raise_on_all_ranks(problem, error)
     except Exception as told:
-        told.__cause__ = fault
+        told.__cause__ = told.__cause__ or fault  # that of a lost rank says how it was noticed
         raise
 
 

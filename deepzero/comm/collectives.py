@@ -26,7 +26,7 @@ from deepzero.comm.streams import Chaos
 from deepzero.comm.topology import Nodes, RankGroup, check_ranks, find_nodes, make_group, oddities, split_ranks
 
 if TYPE_CHECKING:
-    from deepzero.config.engine import EngineConfig
+    from deepzero.config.engine import ChaosConfig, EngineConfig
 
 log = logging.getLogger(__name__)
 
@@ -428,6 +428,12 @@ def open_communicator(config: EngineConfig, device: torch.device, ledger: Ledger
     check_ranks(config, world_size)
     nodes = _nodes_of(config, rank, process_group.all_gather_object(process_group.ranks_of_host()))
     return Communicator(device, ledger, Chaos(config.comm.chaos, rank), nodes)
+
+
+def process_communicator(chaos: ChaosConfig) -> Communicator:
+    """The collectives of what is built before an engine, in no engine's account; joins the ranks. A collective."""
+    process_group.init_distributed()
+    return Communicator(process_group.default_device(), Ledger(), Chaos(chaos, process_group.rank()))
 
 
 def _nodes_of(config: EngineConfig, rank: int, told: list[int | None]) -> Nodes:

@@ -46,7 +46,6 @@ CONSEQUENCE_DELAY_SECONDS = 1.5
 MAX_GRACE_SECONDS = 25.0  # the launcher and torchrun's agent kill a rank 30 seconds after SIGTERM
 SAME_REQUEST_SECONDS = 1.0
 """Slurm signals every process of a job, and then the launcher or agent passes on what it got itself."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 RESTART_VARIABLE = "DEEPZERO_RESTART"  # the launcher tells its ranks: "0" in the first attempt
 
 # What gloo, NCCL, TCPStore and c10d say when the other side has gone away.
@@ -142,22 +141,7 @@ class StopRequest:
     asked_by: signal.Signals | None = None
 
 
-class StopSignals:
-    """The handler of this process's stop signals, and whom the program wants to be asked first.
-
-    The process's table of signal handlers holds the one object of this kind that :func:`watch` makes.
-    """
-
-    request: StopRequest | None = None
-
-    def __call__(self, *_: object) -> None:
-        """Do nothing: the byte in the wakeup pipe is the message."""
-
-    @staticmethod
-    def of_process() -> StopSignals | None:
-        """This process's, if it is watched."""
-        handlers = map(signal.getsignal, STOP_SIGNALS)
-        return next((handler for handler in handlers if isinstance(handler, StopSignals)), None)
+_registered: StopRequest | None = None
 
 
 def on_stop_request(callback: Callable[[], None] | None, grace_seconds: float = 20.0) -> None:
@@ -169,27 +153,23 @@ def on_stop_request(callback: Callable[[], None] | None, grace_seconds: float = 
 
     SIGTERM also comes when another rank has failed. The program need not tell this apart: its next collective raises.
 
-    With None these signals end this rank at once again. The program may take ``grace_seconds`` to end. A process that
-    nobody watches (:func:`watch`) is ended by the system, and asked nothing.
+    With None these signals end this rank at once again. The program may take ``grace_seconds`` to end.
 
     Raises:
         ValueError: ``grace_seconds`` is negative or above :data:`MAX_GRACE_SECONDS`.
     """
+    global _registered
     if not 0 <= grace_seconds <= MAX_GRACE_SECONDS:
         raise ValueError(
             f"grace_seconds={grace_seconds}: must lie between 0 and {MAX_GRACE_SECONDS:g}, "
             "because a rank is killed 30 s after SIGTERM"
         )
-    signals = StopSignals.of_process()
-    if signals is not None:
-        signals.request = None if callback is None else StopRequest(callback, grace_seconds)
+    _registered = None if callback is None else StopRequest(callback, grace_seconds)
 
 
 def stop_signal() -> signal.Signals:
     """The signal that this rank was asked to stop by; SIGTERM where another rank was asked."""
-    signals = StopSignals.of_process()
-    request = signals.request if signals is not None else None
-    return (request.asked_by if request is not None else None) or signal.SIGTERM
+    return _registered.asked_by or signal.SIGTERM if _registered is not None else signal.SIGTERM
 
 
 def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> None:
@@ -204,12 +184,22 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signals = StopSignals()
-    for number in STOP_SIGNALS:
+    replaced: dict[int, Any] = {}
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # What `nohup` or a shell's `&` has had ignored stays so. Only our launcher signals its ranks, and means it.
         if parent is not None or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signals)
+            # The Python-level handler has nothing to do: the byte in the pipe is the message.
+            replaced[number] = signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def forget() -> None:
+        """A forked child has the pipe too: a signal that ends it (``Pool.terminate``) would end this rank."""
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGHUP):  # not SIGINT: on Ctrl-C data workers wait for the rank's word
+            if number in replaced:
+                signal.signal(number, replaced[number])
+
+    os.register_at_fork(after_in_child=forget)
 
     def wait_for_the_end() -> None:
         asked: StopRequest | None = None
@@ -218,7 +208,7 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
             ready, _, _ = select.select([reader], [], [], ORPHAN_POLL_SECONDS)
             number = os.read(reader, 1)[0] if ready else 0
             asks = number in (signal.SIGTERM, signal.SIGINT)
-            if asks and asked is None and (asked := signals.request) is not None:
+            if asks and asked is None and (asked := _registered) is not None:
                 asked.asked_by, asked_at = signal.Signals(number), time.monotonic()
                 try:
                     asked.callback()

@@ -377,7 +377,10 @@ def choose_kernel(request: str, numel: int, variants: Sequence[Variant]) -> tupl
 
     Raises:
         RuntimeError: ``compiled`` was asked for and cannot be had.
+        ValueError: there is no such kernel; an optimizer that was pickled long ago may have asked for it.
     """
+    if request not in KERNELS:
+        raise ValueError(f"CPUAdam has no kernel {request!r}; there are {', '.join(KERNELS)}")
     if request == "chunked":
         return ChunkedAdam(), "as asked for"
     strict = request == "compiled"

@@ -176,9 +176,12 @@ class CPUAdam(torch.optim.Optimizer):
             {k: v.clone() if k != "params" and torch.is_tensor(v) else v for k, v in group.items()}
             for group in self.param_groups
         ]
-        made = type(self)(groups, kernel=self._request)
+        made = self._over(groups)
         made.state, made._kernel, made._reason = self.state, self._kernel, self._reason
         return made
+
+    def _over(self, groups: list[dict[str, Any]]) -> CPUAdam:
+        return CPUAdam(groups, kernel=self._request)
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.pytree import scalar_loss
 from deepzero.runtime.zero.fetch_plan import FetchPlan
 from deepzero.runtime.zero.parameter_all_gather import TO_REPLICAS
+from deepzero.runtime.zero.partition_parameters import Init
 from deepzero.runtime.zero.stage3 import ZeroStage3
 
 STEPS = 2
@@ -205,7 +207,8 @@ def _build(program: TrainStep, who: DryRunRank, arrived: list[str]) -> DeepSpeed
     config = _without_side_effects(program.config)
     if config.optimizer is None:
         raise ConfigError("a rehearsal builds its optimizer from the settings: they have to name one")
-    with torch.device("meta"):
+    comm = DryRunCommunicator.open(config, who)
+    with torch.device("meta"), mock.patch.object(Init, "communicator", comm):
         model = program.model()
     for name, param in model.named_parameters():
         if not param.is_meta:
@@ -214,8 +217,8 @@ def _build(program: TrainStep, who: DryRunRank, arrived: list[str]) -> DeepSpeed
             param.register_hook(lambda _, name=name: arrived.append(name))
     trained = [param for param in model.parameters() if param.requires_grad]
     on_host = config.zero.offload_optimizer.device == "cpu"
-    optimizer = build_optimizer(config.optimizer, trained, on_host, DryRunCPUAdam)
-    engine = DeepSpeedEngine(model, optimizer, config, comm=DryRunCommunicator.open(config, who))
+    optimizer = build_optimizer(config.optimizer, trained, on_host, without_values)
+    engine = DeepSpeedEngine(model, optimizer, config, comm=comm)
     vars(engine.zero.optimizer_shard)["_optimizer_step"] = _nothing
     return engine
 
@@ -227,6 +230,14 @@ class DryRunCPUAdam(CPUAdam):
 
     def prepare(self, *_: Any) -> None:
         """Do nothing."""
+
+    def _over(self, groups: list[dict[str, Any]]) -> CPUAdam:
+        return DryRunCPUAdam(groups, kernel=self._request)
+
+
+def without_values(cls: type) -> type:
+    """What a dry run makes of an optimizer's class: of CPUAdam, or one derived from it, one that takes such tensors."""
+    return type(cls.__name__, (DryRunCPUAdam, cls), {"stands_for": cls}) if issubclass(cls, CPUAdam) else cls
 
 
 def _nothing(*_: object) -> None:

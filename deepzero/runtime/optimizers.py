@@ -18,7 +18,7 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,10 @@ NOT_HERE = {
 
 
 def build_optimizer(
-    config: OptimizerConfig, params: Iterable[Any], on_host: bool = False, cpu_adam: type[CPUAdam] = CPUAdam
+    config: OptimizerConfig,
+    params: Iterable[Any],
+    on_host: bool = False,
+    stand_in: Callable[[type], type] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer that a config asks for.
 
@@ -58,7 +61,7 @@ def build_optimizer(
         params: tensors, or parameter groups as torch takes them.
         on_host: optimizer states are offloaded: ``Adam`` and ``AdamW`` without ``torch_adam`` are CPUAdam then, as they
             are DeepSpeedCPUAdam in DeepSpeed; ``torch.optim.AdamW`` stays what it is.
-        cpu_adam: what is made for CPUAdam; a dry run's does no arithmetic.
+        stand_in: what is made for the class; a dry run's CPUAdam does no arithmetic.
 
     Returns:
         The optimizer; with ``fused=True`` where the class and the parameters' device can and the config is silent.
@@ -90,7 +93,8 @@ def build_optimizer(
     if _fused_by_default(cls, arguments, groups):
         arguments["fused"] = True
     try:
-        return (cpu_adam if cls is CPUAdam else cls)(groups, **arguments)
+        made: torch.optim.Optimizer = (cls if stand_in is None else stand_in(cls))(groups, **arguments)
+        return made
     except (ValueError, TypeError, RuntimeError) as error:
         listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         raise ConfigError(f"optimizer {config.target}({listed}) cannot be built: {error}") from error

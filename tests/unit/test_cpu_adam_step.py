@@ -145,6 +145,14 @@ class TestTorchsMachinery:
         assert twin.param_groups[0]["params"][0] is optimizer.param_groups[0]["params"][0]
         assert twin.state is optimizer.state
 
+    def test_a_twin_of_a_derived_class_needs_none_of_its_arguments(self):
+        class Named(CPUAdam):
+            def __init__(self, params, name):
+                super().__init__(params)
+                self.name = name
+
+        assert type(Named(leaves(5), "x").twin()) is CPUAdam
+
     def test_a_state_dict_that_asks_for_what_is_not_there(self):
         for word in ("amsgrad", "maximize"):
             saved = torch.optim.AdamW(leaves(5), **{word: True}).state_dict()

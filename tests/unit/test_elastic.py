@@ -71,20 +71,15 @@ def test_restart_count(monkeypatch):
         assert restart_count() == count
 
 
-def test_a_request_to_leave_in_order(monkeypatch):
-    signals = rank_process.StopSignals()
-    monkeypatch.setattr(signal, "getsignal", {signal.SIGTERM: signal.SIG_IGN}.get)
-    rank_process.on_stop_request(print, 3.0)  # of a process that nobody watches: there is nobody to ask the program
-    assert rank_process.stop_signal() == signal.SIGTERM
-    monkeypatch.setattr(signal, "getsignal", {signal.SIGTERM: signal.SIG_IGN, signal.SIGINT: signals}.get)
+def test_a_request_to_leave_in_order():
     for seconds in (-1.0, 25.1, 30.0, float("nan")):  # the agent would not grant it
         with pytest.raises(ValueError, match="killed 30 s after SIGTERM"):
             rank_process.on_stop_request(lambda: None, seconds)
-        assert signals.request is None
+        assert rank_process._registered is None
     rank_process.on_stop_request(print, 3.0)
-    assert signals.request == rank_process.StopRequest(print, 3.0)
+    assert rank_process._registered == rank_process.StopRequest(print, 3.0)
     rank_process.on_stop_request(None)
-    assert signals.request is None
+    assert rank_process._registered is None
 
 
 def test_ranks_agree_on_a_fresh_part_of_an_old_store():
@@ -141,6 +136,18 @@ print("left", flush=True)
 REQUEST = "rank_process.on_stop_request(ask, 1.0)"
 
 
+WORKER = """
+import os
+worker = os.fork()
+if not worker:
+    time.sleep(20)
+    os._exit(0)
+time.sleep(0.3)
+os.kill(worker, signal.SIGTERM)  # as multiprocessing.Pool ends its workers
+assert os.waitpid(worker, 0)[1] == signal.SIGTERM
+asked.append(1)
+"""
+"""A signal to a forked child is none for this rank."""
 SLOW, LONG = pytest.mark.slow, REQUEST.replace("1.0", "20")
 
 
@@ -152,6 +159,7 @@ def case(*given, marks=pytest.mark.exhaustive):
     ("", "", True, ["ignored HUP", "ignored INT", "TERM"], ["stopped by SIGTERM"], 143),
     (REQUEST, "", True, ["TERM"], ["asked", "left"], 0),
     (REQUEST, "", False, ["TERM"], ["asked", "stopped by SIGTERM; it had not left 1 s later"], 143),
+    (WORKER, "", True, [], ["left"], 0),
     case(REQUEST, "", True, ["INT"], ["asked", "left"], 0),
     case(REQUEST, "", True, ["HUP"], ["stopped by SIGHUP"], 129),
     case(LONG, "", False, ["TERM", "2", "TERM"], ["asked", "stopped by SIGTERM"], 143),

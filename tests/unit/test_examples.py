@@ -37,6 +37,7 @@ def test_one_number_says_of_the_weight_what_the_chapter_quotes():
     assert [stands_in(block, printed) for block in blocks] == [True] * 4 + [False]
 
 
+@pytest.mark.slow
 def test_one_number_trains_as_the_chapter_quotes():
     """The table's first line, of whose columns rounding on another kind of processor may change the last digit."""
     runs = {name: list(one_number.train(one_number.WINDOW, 1e-4, name == "with masters")) for name in one_number.NAMES}

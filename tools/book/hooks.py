@@ -36,7 +36,7 @@ log = logging.getLogger("mkdocs.hooks.book")  # a warning here fails `mkdocs bui
 POINTER = r"((?:deepzero|tests|tools|configs|examples)/[\w/.]*\w\.\w+|train\.py|\.ci/run)(?::([A-Za-z_][\w.]*))?"
 IN_MARKDOWN = re.compile(f"`{POINTER}`")
 IN_HTML = re.compile(rf"<a\b.*?</a>|<pre\b.*?</pre>|<code>{POINTER}</code>", re.DOTALL)
-OUTSIDE = re.compile(r"\]\(\.\./([\w/.-]+)\)")
+OUTSIDE = re.compile(r"\]\(\.\./(?![a-z_]+\.md\))([\w/.-]+)\)")  # not from a page below docs/ to one in it
 READING_PATH = re.compile(r"^\d+\. +`(deepzero/[\w/]+\.py)`", re.MULTILINE)
 
 sources: dict[str, Annotated] = {}
@@ -106,7 +106,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     on_path = reading_path()
     for path in used:
         if not (ROOT / path).is_file():
-            log.warning("%s points at %s, which is no file", used[path], path)
+            log.warning(
+                "%s, to which %s points, is no file",
+                path,
+                ", ".join(page for pages in used[path].values() for page in pages),
+            )
             continue
         sources[path] = Annotated(path, (ROOT / path).read_text(encoding="utf-8"))
         level = InclusionLevel.INCLUDED if path in on_path else InclusionLevel.NOT_IN_NAV

@@ -48,7 +48,8 @@ def _modules_of(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> l
 
 def z3_leaf_module(module: nn.Module) -> bool:
     """Whether ``module`` has been declared a leaf."""
-    return LEAF in module.__dict__  # not by getattr: what wraps a leaf (``torch.compile``) answers for it
+    # Not by getattr: what wraps a leaf (``torch.compile``) answers for it. DeepSpeed unsets a leaf by False.
+    return module.__dict__.get(LEAF) is True
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -248,7 +248,8 @@ class QuantizedAllGather(PlainAllGather):
 
     def release_message(self) -> None:
         """Give the buffer of quantised messages back."""
-        self.buffers.give(self._address)
+        address, self._address = self._address, 0
+        self.buffers.give(address)
 
     def _pack(self, values: torch.Tensor, message: torch.Tensor) -> None:
         self.quantizer.pack(values, self.quantizer.format.open(message, values.numel()))

@@ -42,9 +42,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from deepzero.comm import process_group
-from deepzero.comm.collectives import Communicator
-from deepzero.comm.ledger import Ledger
-from deepzero.comm.streams import Chaos
+from deepzero.comm.collectives import Communicator, process_communicator
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.engine import ChaosConfig, EngineConfig
 from deepzero.config.strict import ConfigError
@@ -301,7 +299,7 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
     with ExitStack() as uses:
         # Entered together: fetching one bucket must not release another that the same operation reads.
         # One call for the buckets of each engine, in the order that is the same on all ranks.
-        for on_demand in {bucket.on_demand for bucket in buckets}:
+        for on_demand in dict.fromkeys(bucket.on_demand for bucket in buckets):
             asked = [bucket for bucket in buckets if bucket.on_demand == on_demand]
             use = on_demand(asked, f"{name} of {missing._zero.name}") if on_demand is not None else None
             if use is None:
@@ -383,6 +381,8 @@ class Init:
 
     entered: ClassVar[list[Init]] = []
     """The contexts entered and not left, the innermost last; of the process, as the constructors that they wrap are."""
+    communicator: ClassVar[Communicator | None] = None
+    """A dry run's, while it builds a model."""
 
     def __init__(
         self,
@@ -416,11 +416,8 @@ class Init:
             )
         if problem:
             raise ConfigError(f"zero.Init{problem}")
-        # Ranks exist before an engine does, and what is sent here is in no engine's account.
-        process_group.init_distributed()
-        device = process_group.default_device()
-        self.comm = Communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()))
-        self._shard_device = torch.device("cpu") if remote_device == "cpu" else device
+        self.comm = self.communicator or process_communicator(ChaosConfig())
+        self._shard_device = torch.device("cpu") if remote_device == "cpu" else self.comm.device
         self._pin = pin_memory and self._shard_device.type == "cpu" and torch.cuda.is_available()
         if pin_memory and not torch.cuda.is_available() and self.comm.rank == 0:
             _warn_once(
