@@ -43,7 +43,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "tools": (4736, 2700),
     "tools/book": (1153, 1000),
     "examples": (700, 700),
-    "tests": (26_712, 17_000),
+    "tests": (26_715, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

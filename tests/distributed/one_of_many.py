@@ -7,8 +7,9 @@ import torch
 
 from deepzero.comm import exact_sum, process_group
 from deepzero.comm.collectives import Communicator, DryRunCommunicator
+from deepzero.config.engine import EngineConfig
 from deepzero.runtime import engine
-from deepzero.runtime.zero import partition_parameters
+from deepzero.runtime.zero.partition_parameters import Init
 
 
 class Mirrored(DryRunCommunicator):
@@ -28,12 +29,11 @@ def one_of_many(who, kind=DryRunCommunicator, device="meta"):
         "default_device": torch.device(device),
     }
     replaced = [(process_group, name, lambda value=value: value) for name, value in said.items()]
-    made = lambda device, ledger, chaos: kind(who, ledger, chaos, device=device)
     replaced += [
         (process_group, "all_gather_object", lambda value: [value] * who.world_size),
         (process_group, "broadcast_tensor", lambda *_: None),
         (engine, "open_communicator", lambda config, *_: kind.open(config, who, device=device)),
-        (partition_parameters, "Communicator", made),
+        (Init, "communicator", kind.open(EngineConfig(), who, device=torch.device(device))),
     ]
     with contextlib.ExitStack() as stack:
         for holder, name, value in replaced:
