@@ -30,7 +30,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/runtime/zero": (5616, 4550),
     "deepzero/offload": (2801, 2500),
     "deepzero/checkpoint": (3589, 2610),
-    "deepzero/launch": (704, 650),
+    "deepzero/launch": (705, 650),
     "deepzero/health": (651, 560),
     "deepzero/monitor": (2665, 1600),
     "deepzero/planning": (2260, 1650),

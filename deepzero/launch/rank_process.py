@@ -185,18 +185,19 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     replaced: dict[int, Any] = {}
+    silent: Callable[..., None] = lambda *_: None
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # What `nohup` or a shell's `&` has had ignored stays so. Only our launcher signals its ranks, and means it.
         if parent is not None or signal.getsignal(number) is not signal.SIG_IGN:
             # The Python-level handler has nothing to do: the byte in the pipe is the message.
-            replaced[number] = signal.signal(number, lambda *_: None)
+            replaced[number] = signal.signal(number, silent)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def forget() -> None:
         """A forked child has the pipe too: a signal that ends it (``Pool.terminate``) would end this rank."""
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGHUP):  # not SIGINT: on Ctrl-C data workers wait for the rank's word
-            if number in replaced:
+            if signal.getsignal(number) is silent:  # and not a handler of the program's own
                 signal.signal(number, replaced[number])
 
     os.register_at_fork(after_in_child=forget)
