@@ -14,12 +14,13 @@ import argparse
 import ast
 import io
 import re
-import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from deepzero.utils.closed_pipe import exit_with
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
@@ -252,4 +253,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)
