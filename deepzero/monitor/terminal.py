@@ -133,8 +133,8 @@ def ledger_table(report: Mapping[str, Any]) -> str:
     ``report`` is the ledger's: ``{"memory": {category: {"predicted", "measured"}}, "communication": {kind: …}}``.
     """
     held, sent = report["memory"].items(), report["communication"].values()
-    note = lambda name, v: NOTES.get(name, "") if v["measured"] else ""
-    rows: list[Row] = [(k, v["predicted"], v["measured"], note(k, v)) for k, v in held if v["predicted"] is not None]
+    told = lambda name, v: NOTES.get(name, "") if v["measured"] else ""
+    rows: list[Row] = [(k, v["predicted"], v["measured"], told(k, v)) for k, v in held if v["predicted"] is not None]
     rows.append(("all of these", sum(row[1] or 0 for row in rows), sum(row[2] for row in rows), ""))
     rows += [(name, None, v["measured"], NOTES.get(name, "")) for name, v in held if v["predicted"] is None]
     lines = _section("held by one rank after a backward pass", rows)
