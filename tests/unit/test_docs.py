@@ -5,12 +5,12 @@ import dataclasses
 import functools
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from deepzero.config.deepspeed_json import NOT_IMPLEMENTED, SATISFIED, SWITCHED_OFF, load_engine_config
+from deepzero.config.deepspeed_json import load_engine_config
+from deepzero.config.deepspeed_keys import MOOT, NOT_IMPLEMENTED, NVME_ALONE, SATISFIED, STEERING, SWITCHED_OFF
 from deepzero.config.engine import EngineConfig
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
@@ -69,24 +69,6 @@ def test_ci_finds_the_test_command_in_the_readme():
     assert [line for line in text(ROOT / "README.md").splitlines() if re.search(pattern, line)] == [COMMANDS[1]]
 
 
-def overrides():
-    """What follows ``train.py`` in every command of README and book, once each, with the page's name."""
-    found, start = {}, r"(?:\$ )?(?:python|torchrun .*|sbatch .*) ?(?<![\w/])(?:\S*/)?train\.(?:py|sbatch) (.*)"
-    for page in PAGES:
-        for line in "\n".join(fenced(page)).replace("\\\n", " ").splitlines():
-            command = re.match(start, line)
-            if command and "--" not in command[1] and "…" not in command[1]:
-                found.setdefault(command[1].partition(" #")[0].strip(), page.name)
-    return sorted(found.items())
-
-
-@pytest.mark.parametrize(("arguments", "page"), overrides())
-def test_commands_compose(arguments, page):
-    words = [word for word in shlex.split(arguments) if word != "-m"]
-    first = [re.sub(r"=([^\[,]+),.*", r"=\1", word) for word in words]  # of a sweep, the first point
-    assert isinstance(run_config(*first), RunConfig)
-
-
 def settings_of(config, prefix=""):
     """Dotted key, as on the command line, to value."""
     found = {}
@@ -141,8 +123,9 @@ def test_json_names_are_read():
 def test_satisfied_keys():
     table = {row[0].strip("`"): row[1] for row in rows(CONFIG) if len(row) == 3 and row[0].startswith("`")}
     table = {key: values for key, values in table.items() if key not in CURVES}
-    assert set(table) == set(SATISFIED)
-    for key, (values, _) in SATISFIED.items():
+    rules = {**SATISFIED, **{key: ((default,), why) for key, (default, why) in STEERING.items()}}
+    assert set(table) == set(rules)
+    for key, (values, _) in rules.items():
         assert {json.loads(v) for v in table[key].split(", ")} == set(values), key
 
 
@@ -153,10 +136,11 @@ def names_in(paragraph):
 
 def test_blocks_may_be_switched_off_and_refused_keys_are_refused():
     assert names_in("Switched off") == [*SWITCHED_OFF, "activation_checkpointing"]
-    for name in names_in("Refused"):
-        place = NOT_IMPLEMENTED[[path.rpartition(".")[2] for path in NOT_IMPLEMENTED].index(name)]
+    assert names_in("Moot") == [path.rpartition(".")[2] for path in MOOT] + [*NVME_ALONE]
+    assert names_in("Refused") == [path.rpartition(".")[2] for path in NOT_IMPLEMENTED]
+    for place in NOT_IMPLEMENTED:
         with pytest.raises(ConfigError, match=f"'{place}' is a DeepSpeed key that deepzero does not implement"):
-            load_engine_config({"train_batch_size": 4, **nested(place, {})})
+            load_engine_config({"train_batch_size": 4, **nested(place, "asked for")})
     with pytest.raises(ConfigError, match="unknown config key"):
         load_engine_config({"train_batch_size": 4, "no_such_key": {}})
 
