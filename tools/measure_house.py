@@ -40,7 +40,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (485, 400),
     "deepzero/training": (976, 380),
     "deepzero/compat": (1383, 1200),
-    "deepzero": (32_457, 23_500),
+    "deepzero": (32_459, 23_500),
     "tools": (4756, 2700),
     "tools/book": (1153, 1000),
     "examples": (700, 700),

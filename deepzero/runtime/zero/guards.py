@@ -208,14 +208,12 @@ class WriteGuard:
             moved = bucket.shown and slot.numel and data_ptr(param) != start + inside
             if param._version != version or moved:
                 return param
-        return self._written_through_data() if bucket.gathered.device.type == "cpu" else None
+        # With one rank what was written is the shard itself: nothing is lost.
+        itself = bucket.in_place and self._samples is None
+        return self._written_through_data() if bucket.gathered.device.type == "cpu" and not itself else None
 
     def _written_through_data(self) -> ZeroParameter | None:
-        bucket = self.bucket
-        # Compared with itself: with one rank what was written is the shard, and nothing is lost.
-        if bucket.in_place and self._samples is None:
-            return None
-        mine, step = self._shard_within(), self._step
+        bucket, mine, step = self.bucket, self._shard_within(), self._step
         # Bits are compared: a NaN equals itself, and -0.0 is not 0.0.
         bits = torch.int32 if mine.itemsize == 4 else torch.int16
         expected = bucket.shard[::step] if self._samples is None else self._samples

@@ -160,8 +160,7 @@ class PartitionedParameterCoordinator:
         # Called when plans, or the ways in which buckets travel, are new; the memory model predicts from them.
         self.on_plan: Callable[[], None] = lambda: None
         self._recording_numel = min(recording_numel, limits.live_numel)
-        # Elements that each bucket takes while it is gathered, padding included. With one rank its shard is the whole:
-        # nothing is gained by a release, so it stays from its first use to its last, and costs half the hooks' time.
+        # Elements that a gathered bucket takes, padding included. With one rank none, so no limit releases it early.
         self.numels = {bucket.key: 0 if bucket.in_place else bucket.layout.numel for bucket in buckets}
         self.training, self.evaluation = (
             ModuleTrace(what, self.numels, limits, comm.rank == 0) for what in ("training", "evaluation")
