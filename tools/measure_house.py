@@ -28,7 +28,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1534, 1150),
     "deepzero/comm": (3476, 2720),
     "deepzero/runtime": (3534, 3050),
-    "deepzero/runtime/zero": (5616, 4550),
+    "deepzero/runtime/zero": (5618, 4550),
     "deepzero/offload": (2801, 2500),
     "deepzero/checkpoint": (3589, 2610),
     "deepzero/launch": (705, 650),
