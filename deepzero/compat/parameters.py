@@ -20,7 +20,7 @@ from torch import nn
 
 from deepzero.comm import process_group
 from deepzero.comm.flight_recorder import world_group
-from deepzero.config.deepspeed_json import load_engine_config
+from deepzero.config.deepspeed_json import load_zero_config
 from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.runtime.zero.module_registry import LEAF, z3_leaf_module
@@ -173,8 +173,7 @@ class DeepSpeedInit(Init):
         data_parallel_group, or sequence_data_parallel_group: a group of all ranks, the only ones that there are.
         mem_efficient_linear: either will do: no linear layer saves a view of its weight here.
         remote_device: None: ``"cpu"`` where the config has ``offload_param`` there.
-        config_dict_or_path: of a mapping ``zero_optimization.stage`` and ``offload_param.device`` are read, so that
-            ``"auto"`` elsewhere does no harm: ``initialize`` reads all of it.
+        config_dict_or_path: of it ``zero_optimization`` alone is read; ``"auto"`` elsewhere does no harm.
         config: the older name of that; one of the two.
         others: ``mpu``, one without model parallelism; the rest raises unless it says nothing.
     """
@@ -210,12 +209,7 @@ class DeepSpeedInit(Init):
             raise ConfigError(f"zero.Init: {problems[0]}")
         settings = config if config is not None else config_dict_or_path
         if enabled and settings is not None:
-            if isinstance(settings, Mapping):
-                zero = settings.get("zero_optimization") or {}
-                remote_device = remote_device or (zero.get("offload_param") or {}).get("device")
-                settings = {"zero_optimization": {"stage": zero.get("stage", 0)}}
-            settings = load_engine_config(settings)
-            remote_device = remote_device or settings.zero.offload_param.device
+            remote_device = remote_device or load_zero_config(settings).offload_param.device
         super().__init__(module, remote_device, pin_memory, settings, enabled, dtype)
 
 

@@ -43,7 +43,7 @@ from torch.utils import _pytree as pytree
 
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator, process_communicator
-from deepzero.config.deepspeed_json import load_engine_config
+from deepzero.config.deepspeed_json import load_zero_config
 from deepzero.config.engine import ChaosConfig, EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.layout import ParamSlot, plan_layout
@@ -400,7 +400,7 @@ class Init:
             problem = f': remote_device={remote_device!r} is not implemented; "cpu" and None are'
         elif dtype is not None and not dtype.is_floating_point:
             problem = f": dtype={dtype} is not a floating-point dtype"
-        elif config is not None and (stage := load_engine_config(config).zero.stage) != 3:
+        elif config is not None and (stage := load_zero_config(config).stage) != 3:
             problem = (
                 f" partitions parameters, which is stage 3, and the config says zero_optimization.stage={stage}; set "
                 "it to 3, or pass enabled=False"
