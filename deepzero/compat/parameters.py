@@ -23,6 +23,7 @@ from deepzero.comm.flight_recorder import world_group
 from deepzero.config.deepspeed_json import load_zero_config
 from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
+from deepzero.runtime.zero import tensor_fragment
 from deepzero.runtime.zero.module_registry import LEAF, z3_leaf_module
 from deepzero.runtime.zero.partition_parameters import GatheredParameters, Init, PersistentParameter, ZeroParameter
 from deepzero.runtime.zero.tensor_fragment import safe_get_full_grad, safe_set_full_grad
@@ -123,6 +124,12 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that have been declared leaves."""
     return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def z3_leaf_parameter(model: nn.Parameter) -> bool:
+    """Whether an engine in stage 3 has this parameter in a leaf module."""
+    engine = tensor_fragment._ENGINES.get(id(model))
+    return engine is not None and model in engine.gradients.leaf_params
 
 
 def set_z3_leaf_modules_by_suffix(

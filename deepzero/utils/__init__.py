@@ -14,6 +14,7 @@ _HOME = {
         "set_z3_leaf_module",
         "set_z3_leaf_modules_by_name",
         "set_z3_leaf_modules_by_suffix",
+        "z3_leaf_parameter",
     ),
     "deepzero.runtime.zero.module_registry": ("set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module"),
     # safe_get_full_fp32_param, safe_set_local_optimizer_state, …

@@ -16,6 +16,7 @@ from deepzero.compat.parameters import (
     set_z3_leaf_modules_by_suffix,
     shutdown_init_context,
     unwrap_model_for_generation,
+    z3_leaf_parameter,
 )
 from deepzero.runtime.zero.guards import PartitionedUseError
 from deepzero.runtime.zero.module_registry import (
@@ -58,4 +59,5 @@ __all__ = [
     "unset_z3_leaf_modules",
     "unwrap_model_for_generation",
     "z3_leaf_module",
+    "z3_leaf_parameter",
 ]

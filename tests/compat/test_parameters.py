@@ -123,6 +123,7 @@ def test_gradients_of_many_and_parameters_of_none(rank, world, stage):
         utils.safe_update_full_grad_vectorized(model.parameters(), lambda old, param: new if old.numel() else old)
         assert torch.equal(utils.safe_get_full_grad(model[0].weight), new)
         engine.step()
+    assert not zero.z3_leaf_parameter(model[0].weight)
     assert model[1].weight.shape == (0, 8) and type(model[1].weight) is nn.Parameter
     for some in ([torch.ones(2), model[1].weight], (p for p in model.parameters()), []):
         with GatheredParameters(some, modifier_rank=0):
