@@ -55,12 +55,20 @@ def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.devi
 # ---- verbs on a parameter --------------------------------------------------------------------------------------------
 
 
-def all_gather(param: ZeroParameter, param_list: Iterable[nn.Parameter] | None = None) -> None:
+class Gathered:
+    """The handle of a gather that is over."""
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Return at once."""
+
+
+def all_gather(param: ZeroParameter, param_list: Iterable[nn.Parameter] | None = None) -> Gathered:
     """Gather these parameters (None: this one), outside of passes, until :func:`partition`. A collective."""
     for one in [param] if param_list is None else param_list:
         if isinstance(one, ZeroParameter) and one._zero.gathered is None:
             one._zero.gathered = GatheredParameters(one)
             one._zero.gathered.__enter__()
+    return Gathered()
 
 
 def partition(
@@ -86,6 +94,7 @@ def ds_summary(param: ZeroParameter) -> dict[str, Any]:
 for _kind in (ZeroParameter, PersistentParameter):
     for _name, _verb in {
         **{verb.__name__: verb for verb in (all_gather, partition, ds_summary)},
+        "all_gather_coalesced": all_gather,
         # DeepSpeed's count of the modules that keep a parameter gathered, which trl clears before it generates. Here
         # buckets are counted, and what is cleared is a set of the program's own.
         "ds_active_sub_modules": property(lambda param: set()),

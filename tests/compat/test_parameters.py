@@ -31,7 +31,7 @@ def test_verbs_on_a_parameter(rank, world):
     for layer in (early, late):
         params = [layer.weight, layer.bias]
         layer.weight.all_gather()
-        layer.weight.all_gather(params)
+        layer.weight.all_gather_coalesced(params).wait()
         assert all(p.ds_status is ZeroParamStatus.AVAILABLE for p in params)
         assert torch.isfinite(layer.weight).all() and layer.weight.ds_summary()["status"] == "AVAILABLE"
         layer.weight.partition(params)
