@@ -267,6 +267,66 @@ class Story:
         return {"skipped": skipped, "lr": lr}
 
 
+    # ---- Lightning ---------------------------------------------------------------------------------------------------
+
+    def lightning(self):
+        """Train with accumulation, validate, and go on in a second trainer from the checkpoint of the first."""
+        import lightning.pytorch as pl
+        from lightning.pytorch.strategies import DeepSpeedStrategy
+
+        class OnAnyDevice(DeepSpeedStrategy):
+            """The strategy without its first line, which asks for a GPU."""
+
+            def setup_environment(self):
+                super(DeepSpeedStrategy, self).setup_environment()
+
+        class Net(pl.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.seen = []
+
+            def configure_model(self):
+                torch.manual_seed(0)
+                self.body = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+
+            def training_step(self, batch, index):
+                loss = self.validation_step(batch, index)
+                self.seen.append(loss.item())
+                return loss
+
+            def validation_step(self, batch, index):
+                loss = (self.body(batch[0]).float() - batch[1].float()).pow(2).mean()
+                self.log("loss", loss, sync_dist=True)
+                return loss
+
+            def configure_optimizers(self):
+                optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+                schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        def fit(epochs, **more):
+            net, precision = Net(), {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[self.precision]
+            strategy = OnAnyDevice(stage=self.stage, process_group_backend="gloo")
+            trainer = pl.Trainer(
+                strategy=strategy, accelerator="cpu", devices=2, precision=precision, max_epochs=epochs, logger=False,
+                enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=2,
+                gradient_clip_val=1.0, default_root_dir=self.folder, **more,
+            )  # fmt: skip
+            return net, trainer
+
+        points = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+        batches = DataLoader(torch.utils.data.TensorDataset(points, points.sum(1, keepdim=True)), batch_size=4)
+        keep = pl.callbacks.ModelCheckpoint(dirpath=self.folder, filename="first", save_top_k=1)
+        first, trainer = fit(1, callbacks=[keep])
+        trainer.fit(first, batches)
+        validated = trainer.validate(first, batches, verbose=False)[0]["loss"]
+        whole, trainer = fit(2, enable_checkpointing=False)
+        trainer.fit(whole, batches)
+        second, trainer = fit(2, enable_checkpointing=False)
+        trainer.fit(second, batches, ckpt_path=keep.best_model_path)
+        return {"first": first.seen, "second": second.seen, "whole": whole.seen, "validated": validated}
+
+
 def told(trainer):
     """What the trainer's own log says of each step."""
     return {name: [entry[name] for entry in steps_of(trainer)] for name in ("loss", "grad_norm", "learning_rate")}
