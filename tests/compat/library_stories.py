@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m deepzero.compat tests/compat/library_stories.py STORY,… STAGE PRECISION FOLDER
 
-``FOLDER/base`` holds the model that all begin with (:func:`write_base`). Rank 0 prints what a story returns as one line of
-JSON. Nothing here names deepzero: without ``-m deepzero.compat`` the same stories are told by DeepSpeed.
+``FOLDER/base`` holds the model that all begin with (:func:`write_base`). Rank 0 prints what a story returns, as one line
+of JSON. Nothing here names deepzero: without ``-m deepzero.compat`` the same stories are told by DeepSpeed.
 """
 
 import gc
@@ -104,12 +104,9 @@ class Story:
         trainer.train()
         return told(trainer)
 
-    def evaluate_first(self):
-        """Evaluation before training; without an optimizer DeepSpeed has it in stage 3 alone."""
-        trainer = self.trainer(self.arguments())
-        before = trainer.evaluate()["eval_loss"] if self.stage == 3 else None
-        trainer.train()
-        return {**told(trainer), "before": before}
+    def evaluate(self):
+        """Without training, so without an optimizer, which transformers permits in stage 3 alone."""
+        return self.trainer(self.arguments()).evaluate()["eval_loss"]
 
     def blocks(self):
         """Optimizer and schedule named in the JSON, with "auto" in both."""
@@ -265,7 +262,6 @@ class Story:
                 skipped.append(accelerator.optimizer_step_was_skipped)
                 lr.append(schedule.get_last_lr()[0])
         return {"skipped": skipped, "lr": lr}
-
 
     # ---- Lightning ---------------------------------------------------------------------------------------------------
 
