@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m deepzero.compat tests/compat/library_stories.py STORY,… STAGE PRECISION FOLDER
 
-``FOLDER/base`` holds the model that all begin with (:func:`write_base`). Rank 0 prints what a story returns, as one line
+``FOLDER/base`` holds the model that all begin with (:func:`write_base`). Rank 0 prints what a story returns, one line
 of JSON. Nothing here names deepzero: without ``-m deepzero.compat`` the same stories are told by DeepSpeed.
 """
 
