@@ -15,13 +15,13 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-TEXT = Path(__file__).resolve().parents[1] / "README.md"
+TEXT = Path(__file__).resolve().parents[1] / "LICENSE"
 TOKENS = 64
 
 
 def main() -> None:
     """Train for ``--steps`` optimizer steps and print their losses."""
-    parser = argparse.ArgumentParser(description="a byte-level GPT-2 learns the text of the README")
+    parser = argparse.ArgumentParser(description="a byte-level GPT-2 learns the text of the LICENSE")
     parser.add_argument("--config", required=True, help="a DeepSpeed JSON file")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of an optimizer step")

@@ -1,10 +1,10 @@
-"""A byte-level Llama learns the text of the README: Hugging Face's Trainer under ZeRO. No line of it names deepzero.
+"""A byte-level Llama learns the text of the LICENSE: Hugging Face's Trainer under ZeRO. No line of it names deepzero.
 
-    torchrun --nproc-per-node 2 -m deepzero.compat examples/hf_trainer.py --deepspeed examples/zero3_auto.json \
-        --output_dir /tmp/llama --max_steps 20 --per_device_train_batch_size 4 --bf16
+    torchrun --nproc-per-node 2 -m deepzero.compat examples/hf_trainer.py --deepspeed examples/zero3_auto.json
+        --output_dir runs/llama --max_steps 20 --logging_steps 1 --per_device_train_batch_size 4 --bf16
 
-Every argument is one of ``transformers.TrainingArguments``; ``"auto"`` in the JSON file takes its value from them. With
-``--resume_from_checkpoint DIR`` a later run goes on. Without ``-m deepzero.compat`` the same line runs under DeepSpeed.
+in one line. Arguments are those of ``transformers.TrainingArguments``; ``"auto"`` in the JSON file takes its value from
+them. With ``--resume_from_checkpoint DIR`` a later run goes on. Without ``-m deepzero.compat`` it runs under DeepSpeed.
 """
 
 import json
@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Trainer, TrainingArguments
 
-TEXT = Path(__file__).resolve().parents[1] / "README.md"
+TEXT = Path(__file__).resolve().parents[1] / "LICENSE"
 TOKENS = 64
 
 

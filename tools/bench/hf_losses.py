@@ -1,7 +1,7 @@
 """Losses of Trainer and accelerate with deepzero and with DeepSpeed: the table of ``docs/huggingface.md``.
 
-    python -m tools.hf_losses                                    both examples, stages 2 and 3, fp32 and bf16
-    python -m tools.hf_losses --stages 3 --precisions fp32
+    python -m tools.bench.hf_losses                                    both examples, stages 2 and 3, fp32 and bf16
+    python -m tools.bench.hf_losses --stages 3 --precisions fp32
 
 Each pair is one script on two ranks, run twice with the same arguments: once as it is, by DeepSpeed, and once behind
 ``-m deepzero.compat``. It needs the extras ``hf`` and ``bench``; on a machine without a GPU both compute on the CPU.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 SCRIPTS = ("hf_trainer", "accelerate_loop")
 
