@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def test_lightning(tmp_path, stage):
     """A second trainer goes on from the first one's checkpoint to the bits of one that was not interrupted."""
     pytest.importorskip("lightning", reason="needs the extra libraries")
-    told = libraries.tell(("lightning",), "fp32", tmp_path)["lightning"]
+    told = libraries.tell(("lightning",), stage, "fp32", tmp_path)["lightning"]
     assert len(told["first"]) == 8 and told["first"] + told["second"] == told["whole"]
     assert told["validated"] < told["first"][0]
 

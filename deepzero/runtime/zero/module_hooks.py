@@ -316,9 +316,7 @@ class ModuleHooks:
         flat = bucket.gathered
         if packed.dtype != flat.dtype:
             flat = flat.view(packed.dtype)
-        view = flat.as_strided(packed.shape, packed.stride, packed.offset)
-        view.ds_status = bucket.status  # type: ignore[attr-defined]  # what it saved may be asked like a parameter
-        return view
+        return flat.as_strided(packed.shape, packed.stride, packed.offset)
 
     # ---- on demand ---------------------------------------------------------------------------------------------------
 
