@@ -82,14 +82,15 @@ _LINES = {
     "runtime.pipe.module": "deepspeed.pipe: *",
     "runtime.pipe.topology": "!pipeline parallelism: PipeDataParallelTopology PipeModelDataParallelTopology "
     "ProcessTopology",
-    "runtime.swap_tensor": "!offload to NVMe: MIN_SWAPPABLE_BYTES",
+    "runtime.swap_tensor": "deepzero.compat.names: MIN_SWAPPABLE_BYTES",
     "runtime.utils": "deepzero.compat.utilities: move_to_device see_memory_usage set_random_seed "
     f"required_torch_version; {_INTERNALS} CheckOverflow call_to_str clip_grad_norm_ get_global_norm get_weight_norm "
     "DummyOptim; !pipeline parallelism: partition_balanced partition_uniform PartitionedTensor",
     "runtime.zero": "deepzero.zero: *",
     "runtime.zero.linear": f"{_INTERNALS} LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap",
     "runtime.zero.parameter_offload": f"{_INTERNALS} DeepSpeedZeRoOffload ZeROOrderedDict",
-    "runtime.zero.partition_parameters": "deepzero.zero: *; torch: _orig_torch_arange=arange; "
+    "runtime.zero.partition_parameters": "deepzero.compat.saved_tensors: ZeroParamStatus; deepzero.zero: *; "
+    "torch: _orig_torch_arange=arange; "
     "deepzero.compat.utilities: zero_wrapper_for_fp_tensor_constructor; deepzero.compat.accelerator: get_accelerator; "
     "deepspeed.runtime.zero.linear: zero3_linear_wrap; "
     f"{_INTERNALS} AllGatherCoalescedHandle AllGatherHandle InsertPostInitMethodToModuleSubClasses "

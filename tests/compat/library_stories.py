@@ -271,10 +271,14 @@ class Story:
         from lightning.pytorch.strategies import DeepSpeedStrategy
 
         class OnAnyDevice(DeepSpeedStrategy):
-            """The strategy without its first line, which asks for a GPU."""
+            """The strategy without its two checks that there is a GPU."""
 
             def setup_environment(self):
                 super(DeepSpeedStrategy, self).setup_environment()
+
+            def setup_distributed(self):
+                self.set_world_ranks()
+                self._init_deepspeed_distributed()
 
         class Net(pl.LightningModule):
             def __init__(self):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import ray
 import ray.train
@@ -29,17 +30,21 @@ def loop(settings):
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    ray.train.report({"losses": losses, "world_size": engine.world_size, "sha256": engine.params_sha256()})
+    told = {"losses": losses, "world_size": engine.world_size, "sha256": engine.params_sha256()}
+    ray.train.report(told)
+    if engine.global_rank == 0:
+        Path(settings["file"]).write_text(json.dumps(told), encoding="utf-8")
 
 
 if __name__ == "__main__":
     ray.init(num_cpus=3, include_dashboard=False)
-    result = TorchTrainer(
+    told = Path(sys.argv[2]) / "told.json"
+    TorchTrainer(
         loop,
-        train_loop_config={"stage": int(sys.argv[1])},
+        train_loop_config={"stage": int(sys.argv[1]), "file": str(told)},
         scaling_config=ScalingConfig(num_workers=2),
         torch_config=TorchConfig(backend="gloo"),
         run_config=RunConfig(storage_path=sys.argv[2]),
     ).fit()
-    print("\nSTORY ray " + json.dumps(result.metrics), flush=True)
+    print("\nSTORY ray " + told.read_text(encoding="utf-8"), flush=True)
     ray.shutdown()
