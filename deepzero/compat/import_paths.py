@@ -91,7 +91,8 @@ _LINES = {
     "runtime.zero": "deepzero.zero: *",
     "runtime.zero.linear": f"{_INTERNALS} LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap",
     "runtime.zero.parameter_offload": f"{_INTERNALS} DeepSpeedZeRoOffload ZeROOrderedDict",
-    "runtime.zero.partition_parameters": "deepzero.zero: *; torch: _orig_torch_arange=arange; "
+    "runtime.zero.partition_parameters": "deepzero.compat.saved_tensors: ZeroParamStatus; deepzero.zero: *; "
+    "torch: _orig_torch_arange=arange; "
     "deepzero.compat.utilities: zero_wrapper_for_fp_tensor_constructor; deepzero.compat.accelerator: get_accelerator; "
     "deepspeed.runtime.zero.linear: zero3_linear_wrap; "
     f"{_INTERNALS} AllGatherCoalescedHandle AllGatherHandle InsertPostInitMethodToModuleSubClasses "
