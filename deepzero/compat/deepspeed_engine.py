@@ -23,6 +23,7 @@ from deepzero.checkpoint.checkpointer import Checkpointer
 from deepzero.checkpoint.export import DEFAULT_MAX_SHARD
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
+from deepzero.compat import parameters as _parameters  # noqa: F401  stage 3's get DeepSpeed's verbs
 from deepzero.compat.engine_getters import EngineGetters
 from deepzero.compat.lr_schedules import name_scheduler
 from deepzero.compat.optimizer_names import NoOptimizer, dress, freeze, refuse_to_train, undress

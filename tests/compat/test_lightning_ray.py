@@ -14,11 +14,14 @@ from tests.e2e import runs
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_lightning(tmp_path, stage):
-    """A second trainer goes on from the first one's checkpoint to the bits of one that was not interrupted."""
+@pytest.mark.parametrize(("stage", "precision"), [(2, "fp32"), (3, "bf16")])
+def test_lightning(tmp_path, stage, precision):
+    """A second trainer goes on from the first one's checkpoint to the bits of one that was not interrupted.
+
+    In stage 3 the model is made under ``zero.Init``; Lightning's "32-true" would cast it before there is an engine.
+    """
     pytest.importorskip("lightning", reason="needs the extra libraries")
-    told = libraries.tell(("lightning",), stage, "fp32", tmp_path)["lightning"]
+    told = libraries.tell(("lightning",), stage, precision, tmp_path)["lightning"]
     assert len(told["first"]) == 8 and told["first"] + told["second"] == told["whole"]
     assert told["validated"] < told["first"][0]
 
