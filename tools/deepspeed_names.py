@@ -63,7 +63,9 @@ def _public(module: Any, taken: str) -> list[str]:
         elif inspect.isclass(value) or inspect.isroutine(value):
             own = home == module.__name__ or (package and home.startswith("deepspeed"))
         else:
-            own = isinstance(value, (str, int, list, logging.Logger)) and not (package and name.isupper())
+            own = (isinstance(value, (str, list, logging.Logger)) or VERSION.fullmatch(name)) and not (
+                package and name.isupper()
+            )
         if own and (VERSION.fullmatch(name) or (name[0] != "_" and re.fullmatch(taken, name))):
             found.add(name)
     return sorted(found)

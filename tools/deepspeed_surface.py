@@ -44,6 +44,7 @@ class Trial:
         at("deepzero.compat.install")()
         torch, deepzero = importlib.import_module("torch"), importlib.import_module("deepzero")
         self.read, self.switched_on = at("deepzero.config.deepspeed_json.load_engine_config"), switched_on
+        self.steering, self.moot = (at(f"deepzero.config.deepspeed_keys.{table}") for table in ("STEERING", "MOOT"))
         # Blocks that say nothing unless they are enabled.
         self.enabled = {key.partition(".")[0] for key in keys if key.endswith(".enabled")}
         engines = []
@@ -64,7 +65,7 @@ class Trial:
         except (AttributeError, ImportError, NotImplementedError) as error:
             return False, str(error) if ": " in str(error) else ""
         told = str(value.__doc__) if inspect.isclass(value) else ""
-        return not told.startswith("Not in deepzero"), told
+        return (False, told) if told.startswith("Not in deepzero") else (True, "")
 
     def keyword(self, area: str, name: str) -> tuple[bool, str]:
         """A parameter of the call ``area``."""
@@ -81,7 +82,10 @@ class Trial:
         for value in (default, self.switched_on.get(path, on)):
             if value is not None and (told := self._refusal(path, value)):
                 return False, "" if told.startswith("unknown config key") else told
-        return True, ""
+        words = (self.steering[path][1] if path in self.steering else "", self.moot.get(path.partition(".")[0], ""))
+        return True, f"accepted, and changes nothing: {words[0]}" if words[
+            0
+        ] else f"accepted, and says nothing without {words[1]}" if words[1] else ""
 
     def _refusal(self, path: str, value: Any) -> str:
         told = ""
@@ -115,15 +119,16 @@ def judge(areas: Mapping[str, Any], table: Mapping[str, Any], trial: Any) -> tup
             found, told = trial.key(name, areas[area][name])
         else:
             found, told = (trial.keyword if area[-1] == ")" else trial.attribute)(area, name)
-        verdict, why = ("same", "") if found else ("refused", told)
+        verdict, why = "refused" if not found else "differs" if told else "same", told
         for number, row in enumerate(table["row"]):
             exact, has = name in row["names"].split(), row["verdict"] in HAS
             match = exact or any(fnmatchcase(name, one) for one in row["names"].split())
-            # A pattern speaks of those that are there, or of those that are not; a name must be what the row says.
+            # A pattern speaks of those that are there, or of those that are not; a name must be what the row says, unless
+            # it says that it is none of ZeRO's.
             if match and fnmatchcase(area, row.get("in", "*")) and (exact or has == found):
                 used.add(number)
                 verdict, why = row["verdict"], row.get("why") or table["outside"].get(row["verdict"]) or told
-                if has != found:
+                if has != found and verdict not in table["outside"]:
                     wrong.append(f"{area}: {name} is {'' if found else 'not '}there, but called {verdict!r}")
                 break
         if not (found or why):

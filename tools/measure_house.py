@@ -24,7 +24,7 @@ from typing import Any
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
-    "deepzero/config": (1360, 1150),
+    "deepzero/config": (1524, 1150),
     "deepzero/comm": (3476, 2720),
     "deepzero/runtime": (3532, 3050),
     "deepzero/runtime/zero": (5616, 4550),
@@ -39,11 +39,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (485, 400),
     "deepzero/training": (973, 380),
     "deepzero/compat": (1245, 1200),
-    "deepzero": (32_035, 23_500),
+    "deepzero": (32_202, 23_500),
     "tools": (4736, 2700),
     "tools/book": (1153, 1000),
     "examples": (700, 700),
-    "tests": (26_809, 17_000),
+    "tests": (27_068, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
