@@ -15,6 +15,7 @@ import argparse
 import importlib
 import inspect
 import json
+import logging
 import os
 import sys
 from collections import Counter
@@ -41,6 +42,7 @@ class Trial:
 
     def __init__(self, switched_on: Mapping[str, Any], keys: Iterable[str]) -> None:
         os.environ.setdefault("DEEPZERO_DEVICE", "cpu")
+        logging.disable(logging.WARNING)  # what a key changes nothing in is told below
         at("deepzero.compat.install")()
         torch, deepzero = importlib.import_module("torch"), importlib.import_module("deepzero")
         self.read, self.switched_on = at("deepzero.config.deepspeed_json.load_engine_config"), switched_on
@@ -82,10 +84,10 @@ class Trial:
         for value in (default, self.switched_on.get(path, on)):
             if value is not None and (told := self._refusal(path, value)):
                 return False, "" if told.startswith("unknown config key") else told
-        words = (self.steering[path][1] if path in self.steering else "", self.moot.get(path.partition(".")[0], ""))
-        return True, f"accepted, and changes nothing: {words[0]}" if words[
-            0
-        ] else f"accepted, and says nothing without {words[1]}" if words[1] else ""
+        if path in self.steering:
+            return True, f"another value is accepted and changes nothing: {self.steering[path][1]}"
+        moot = self.moot.get(path) or self.moot.get(path.partition(".")[0])
+        return True, f"accepted; without {moot} it says nothing" if moot else ""
 
     def _refusal(self, path: str, value: Any) -> str:
         told = ""
@@ -123,8 +125,8 @@ def judge(areas: Mapping[str, Any], table: Mapping[str, Any], trial: Any) -> tup
         for number, row in enumerate(table["row"]):
             exact, has = name in row["names"].split(), row["verdict"] in HAS
             match = exact or any(fnmatchcase(name, one) for one in row["names"].split())
-            # A pattern speaks of those that are there, or of those that are not; a name must be what the row says, unless
-            # it says that it is none of ZeRO's.
+            # A pattern speaks of those that are there, or of those that are not; a name must be what the row says,
+            # unless that is none of ZeRO's.
             if match and fnmatchcase(area, row.get("in", "*")) and (exact or has == found):
                 used.add(number)
                 verdict, why = row["verdict"], row.get("why") or table["outside"].get(row["verdict"]) or told

@@ -40,7 +40,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/training": (973, 380),
     "deepzero/compat": (1245, 1200),
     "deepzero": (32_202, 23_500),
-    "tools": (4736, 2700),
+    "tools": (5056, 2700),
     "tools/book": (1153, 1000),
     "examples": (700, 700),
     "tests": (27_068, 17_000),
