@@ -53,6 +53,9 @@ class CheckpointReader:
         for rows in self._rows.values():
             rows.sort(key=lambda item: item[0].start)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.manifest, self.checked)
+
     def extent(self, key: str, name: str) -> tuple[int, torch.dtype] | None:
         """Elements and dtype of what is stored under these names; None: nothing is."""
         rows = [row for row, _ in self._rows.get((key, name), ())]

@@ -20,6 +20,7 @@ from deepzero.checkpoint.checkpointer import Checkpointer
 from deepzero.checkpoint.export import DEFAULT_MAX_SHARD
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
+from deepzero.compat import deepspeed_checkpoint
 from deepzero.compat.engine_getters import EngineGetters
 from deepzero.config.engine import EngineConfig
 from deepzero.offload.activations import build_host_activations
@@ -46,7 +47,7 @@ class DeepSpeedEngine(EngineGetters):
         numel = sum(param.numel() for param in model.parameters())  # before stage 3 takes their elements away
         super().__init__(model, optimizer, config, lr_scheduler, total_steps, comm)
         self.model_numel, self.bytes_at_build = numel, used_bytes(self.device)
-        self.checkpointer = Checkpointer(self)
+        self.checkpointer = Checkpointer(self, (deepspeed_checkpoint.read,))
         self.offloader = StateOffloader(self, self.checkpointer.wait)
         if config.activation_checkpointing.cpu_checkpointing:
             self.activations = build_host_activations(self)
