@@ -11,9 +11,9 @@ from deepzero.comm.flight_recorder import GroupObserver, observe_groups_with
 from deepzero.version import __version__
 
 if TYPE_CHECKING:
-    from deepzero import utils, zero
+    from deepzero import comm, utils, zero
     from deepzero.checkpoint.errors import CheckpointError
-    from deepzero.comm.process_group import init_distributed
+    from deepzero.compat.comm import init_distributed
     from deepzero.compat.deepspeed_engine import DeepSpeedEngine
     from deepzero.config.strict import ConfigError
     from deepzero.runtime.engine import NonFiniteError
@@ -27,7 +27,7 @@ _HOMES = {
     "DeepSpeedEngine": "compat.deepspeed_engine",
     "NonFiniteError": "runtime.engine",
     "add_config_arguments": "runtime.initialize",
-    "init_distributed": "comm.process_group",
+    "init_distributed": "compat.comm",
     "initialize": "runtime.initialize",
 }
 
@@ -39,6 +39,7 @@ __all__ = [
     "NonFiniteError",
     "__version__",
     "add_config_arguments",
+    "comm",
     "init_distributed",
     "initialize",
     "utils",
@@ -47,7 +48,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("utils", "zero"):
+    if name in ("comm", "utils", "zero"):
         return import_module(f"{__name__}.{name}")
     if name == "Engine":  # what `initialize` returns
         name = "DeepSpeedEngine"

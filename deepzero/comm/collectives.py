@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names; 2.11 has only those.
-_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 class Pending:
@@ -277,7 +277,7 @@ class Communicator:
         between = self.nodes.leaving(self.rank, among.ranks) * mine.nbytes
         self.ledger.record(kind, elements, others * mine.nbytes, padding, between, where, among.size, ring=True)
         with Pending(self, launch) as pending:
-            pending.works = [getattr(self._torch, _ALL_GATHER)(whole, mine, among.handle, async_op=True)]
+            pending.works = [getattr(self._torch, ALL_GATHER)(whole, mine, among.handle, async_op=True)]
         return pending
 
     def reduce_scatter(
@@ -289,7 +289,7 @@ class Communicator:
         between, elements = (self.world_size - self.nodes.per_node) * output.nbytes, others * output.numel()
         self.ledger.record(kind, elements, others * output.nbytes, padding, between, where, self.world_size, ring=True)
         with Pending(self, launch) as pending:
-            pending.works = [getattr(self._torch, _REDUCE_SCATTER)(output, whole, async_op=True)]
+            pending.works = [getattr(self._torch, REDUCE_SCATTER)(output, whole, async_op=True)]
         return pending
 
     def all_reduce(self, kind: str, tensor: torch.Tensor, padding: int = 0, where: str = "") -> Pending:

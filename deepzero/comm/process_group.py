@@ -178,16 +178,16 @@ def barrier() -> None:
             dist.barrier()
 
 
-def broadcast_object(value: Any, src: int = 0) -> Any:
-    """Every rank gets rank ``src``'s picklable ``value``."""
+def broadcast_object(value: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """Every rank, or every one of ``group``, gets rank ``src``'s picklable ``value``."""
     if not _talks():
         return value
-    with flight_recorder.observer().blocking("broadcast_object"):
+    with _watched("broadcast_object", group):
         sealed = _seal(value) if rank() == src else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([sealed.numel()], device=_talking_device())
-        dist.broadcast(size, src=src)
+        dist.broadcast(size, src, group)
         box = sealed.to(size.device) if rank() == src else torch.empty(int(size), dtype=torch.uint8, device=size.device)
-        dist.broadcast(box, src=src)
+        dist.broadcast(box, src, group)
     return _unseal(box) if rank() != src else value
 
 
@@ -199,9 +199,9 @@ def broadcast_tensor(tensor: torch.Tensor, src: int, kind: str = "broadcast_tens
             dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=src)
 
 
-def all_gather_object(value: Any) -> list[Any]:
-    """Every rank gets every rank's picklable ``value``, in rank order."""
-    return _collect("all_gather_object", value, None) or []
+def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank, or every one of ``group``, gets every one's picklable ``value``, in rank order."""
+    return _collect("all_gather_object", value, None, group) or []
 
 
 def gather_object(value: Any, dst: int = 0) -> list[Any] | None:
@@ -209,22 +209,27 @@ def gather_object(value: Any, dst: int = 0) -> list[Any] | None:
     return _collect("gather_object", value, dst)
 
 
-def _collect(kind: str, value: Any, dst: int | None) -> list[Any] | None:
+def _watched(kind: str, group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[Any]:
+    """What all ranks do is counted by the watchdog. What some do is not: the others' counts would differ."""
+    return contextlib.nullcontext() if group is not None else flight_recorder.observer().blocking(kind)
+
+
+def _collect(kind: str, value: Any, dst: int | None, group: dist.ProcessGroup | None = None) -> list[Any] | None:
     """Every rank's ``value`` on rank ``dst``, or on all."""
     hears = dst in (None, rank())
     if not _talks():
         return [value] if hears else None
-    with flight_recorder.observer().blocking(kind):
+    with _watched(kind, group):
         sealed, device = _seal(value), _talking_device()
-        lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world_size())]
-        dist.all_gather(lengths, torch.tensor([sealed.numel()], device=device))
+        lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(lengths, torch.tensor([sealed.numel()], device=device), group)
         sizes = [int(length) for length in lengths]
         mine = torch.zeros(max(sizes), dtype=torch.uint8)
         mine[: sealed.numel()] = sealed
         mine = mine.to(device)
         boxes = [torch.empty_like(mine) for _ in sizes] if hears else None
         if dst is None:
-            dist.all_gather(boxes, mine)
+            dist.all_gather(boxes, mine, group)
         else:
             dist.gather(mine, boxes, dst=dst)
     return None if boxes is None else [_unseal(box[:size]) for box, size in zip(boxes, sizes, strict=True)]

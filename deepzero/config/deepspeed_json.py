@@ -1,22 +1,28 @@
 """DeepSpeed's JSON config, read strictly into :class:`~deepzero.config.engine.EngineConfig`.
 
-Every key is one of three things: implemented, and read; *satisfied*, when deepzero's only way is what the given value
-asks for, or when the block asks for nothing because it is switched off; or refused, by name, with the list of what is
+Every key is one of three things: implemented, and read; in one of the tables of :mod:`deepzero.config.deepspeed_keys`,
+which say for what values it has nothing to ask for, or to change; or refused, by name, with the list of what is
 implemented. None is ignored. DeepSpeed itself ignores unknown keys at the top level, which is how a misspelt
 ``gradient_cliping`` trains for a week. Our own extension stands in the same mapping under ``comm``.
 """
 
 from __future__ import annotations
 
+import base64
+import functools
+import importlib
 import json
+import logging
+import math
+import os
 import re
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from deepzero.config import deepspeed_keys as keys
 from deepzero.config.engine import (
     ActivationCheckpointingConfig,
     CommConfig,
@@ -25,7 +31,7 @@ from deepzero.config.engine import (
     PrecisionConfig,
     SchedulerConfig,
 )
-from deepzero.config.strict import ConfigError, build, convert, unknown_key
+from deepzero.config.strict import ConfigError, build, convert, require, unknown_key
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 
 _SCALARS = (
@@ -33,92 +39,23 @@ _SCALARS = (
     "steps_per_print",
 )  # fmt: skip
 _IMPLEMENTED = (
-    *_SCALARS, "activation_checkpointing", "checkpoint", "zero_optimization", "fp16", "bf16", "bfloat16", "comm",
+    *_SCALARS, "activation_checkpointing", "checkpoint", "zero_optimization", "fp16", "bf16", "comm",
     "optimizer", "scheduler", "data_types", "communication_data_type",
 )  # fmt: skip
 _DTYPE_NAMES = {
-    **dict.fromkeys(("fp32", "float32"), "fp32"),
+    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
     **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
     **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
 }
-_EITHER = (True, False)
-_ZERO_SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "contiguous_gradients": ((True,), "buckets are always contiguous"),
-    "allgather_partitions": ((True,), "parameters are published by all-gather"),
-    "round_robin_gradients": ((False,), "every bucket is balanced already"),
-    "ignore_unused_parameters": ((True,), "a parameter without gradient counts as zeros"),
-    "elastic_checkpoint": ((False,), ""),
-    "load_from_fp32_weights": ((True,), ""),
-    "stage3_model_persistence_threshold": (
-        (sys.maxsize,),
-        "leave it out: the sum of persistent parameters is not limited",
-    ),
-    "stage3_use_all_reduce_for_fetch_params": ((False,), "parameters are fetched by all-gather"),
-    "stage3_module_granularity_threshold": ((0,), "declare leaf modules with set_z3_leaf_modules"),
-    "stage3_gather_16bit_weights_on_model_save": (_EITHER, "save_16bit_model gathers the weights when it is called"),
-    "use_multi_rank_bucket_allreduce": (_EITHER, "a bucket always goes to all of its owners"),
-    "mics_hierarchical_params_gather": ((False,), "no gather leaves a group of mics_shard_size ranks"),
-    "memory_efficient_linear": (_EITHER, "no view of a weight is ever saved"),
-}
-SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "zero_allow_untested_optimizer": (_EITHER, "deepzero tests every optimizer by experiment"),
-    "zero_force_ds_cpu_optimizer": (_EITHER, "the CPU steps with any elementwise optimizer"),
-    "sparse_gradients": ((False,), "a sparse gradient is filled up"),
-    "prescale_gradients": ((False,), "deepzero divides after the sum"),
-    "gradient_predivide_factor": ((1, 1.0), "deepzero divides after the sum"),
-    "wall_clock_breakdown": ((False,), "use the profiler"),
-    "memory_breakdown": ((False,), "the ledger is always on"),
-    "dump_state": ((False,), ""),
-    "disable_allgather": ((False,), ""),
-    "checkpoint.load_universal": (_EITHER, "every checkpoint can be loaded by any stage and number of ranks"),
-    "checkpoint.tag_validation": (
-        ("Warn", "Fail", "WARN", "FAIL", "warn", "fail"),
-        "ranks that give different tags always raise",
-    ),
-    "checkpoint.use_node_local_storage": ((False,), "checkpoints lie in one folder that all ranks see"),
-    **{f"zero_optimization.{key}": rule for key, rule in _ZERO_SATISFIED.items()},
-    "bf16.check_grad_overflow": ((True,), "a gradient that is not finite always stops the run"),
-    "bf16.immediate_grad_update": (_EITHER, "stage 2 always reduces gradients as they come, stages 0 and 1 never"),
-    "fp16.fp16_master_weights_and_grads": ((False,), "masters are fp32"),
-    "bf16.bf16_master_weights_and_grads": ((False,), "masters are fp32"),
-}
-"""Keys that deepzero fulfils without reading, with the values for which that is true, and why."""
-
-NVME_ALONE = (
-    "buffer_count", "buffer_size", "fast_init", "nvme_path", "pipeline", "pipeline_read", "pipeline_write",
-)  # fmt: skip
-"""Keys of the offload blocks that DeepSpeed reads for NVMe alone: beside ``"device": "cpu"`` they say nothing."""
-
-SWITCHED_OFF = (
-    "amp", "comet", "comms_logger", "csv_monitor", "curriculum_learning", "data_efficiency", "eigenvalue",
-    "elasticity", "flops_profiler", "hybrid_engine", "progressive_layer_drop", "tensorboard", "wandb",
-)  # fmt: skip
-"""Blocks of DeepSpeed's that ask for nothing while ``enabled`` is false or absent, whatever else stands in them."""
-
-_ZERO_NOT_IMPLEMENTED = (
-    "allgather_sequential", "offload_optimizer.cpuadam_cores_perc", "offload_optimizer.super_offload",
-    "compute_grad_norm", "enable_sanity_checks", "leaf_module", "legacy_stage1", "log_trace_cache_warnings",
-    "override_module_apply", "parameter_alignment", "pipeline_loading_checkpoint", "stage3_allgather_sequential",
-    "stage3_gather_fp16_weights_on_model_save", "zenflow", "zeropp_loco_param",
-)  # fmt: skip
-NOT_IMPLEMENTED = (
-    "aio", "autotuning", "compile", "compression_training", "fp32_allreduce", "monitor_config", "nebula",
-    "pipeline", "seq_parallel_communication_data_type", "sparse_attention", "tensor_parallel",
-    *(f"zero_optimization.{key}" for key in _ZERO_NOT_IMPLEMENTED),
-)  # fmt: skip
-"""Keys that DeepSpeed has and deepzero has not, so that nobody looks for a spelling mistake in them."""
-
-INSTEAD = {
-    "zero_optimization.zeropp_loco_param": "error feedback is zero_optimization.quantization.error_feedback, a bool",
-}
-"""What deepzero has in their place."""
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
-def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path | None) -> EngineConfig:
+def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> EngineConfig:
     """Whatever ``deepzero.initialize(config=…)`` was given, as an :class:`EngineConfig`.
 
     Args:
-        config: an EngineConfig, a mapping in DeepSpeed's shape, or the path of a JSON file with one.
+        config: an EngineConfig, or what :func:`read_mapping` takes.
 
     Raises:
         ConfigError: a file that is missing or is not JSON, or a setting that cannot be used.
@@ -127,57 +64,111 @@ def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path | N
         >>> load_engine_config({"train_batch_size": 8, "zero_optimization": {"stage": 2}}).zero.stage
         2
     """
-    if isinstance(config, EngineConfig):
-        return config
+    return config if isinstance(config, EngineConfig) else _in_json_words(_read, read_mapping(config))
+
+
+def load_zero_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> ZeroConfig:
+    """``zero_optimization`` alone, for ``zero.Init``: it comes before a trainer has filled in batch sizes and rates.
+
+    Example:
+        >>> load_zero_config({"train_batch_size": "auto", "zero_optimization": {"stage": 3}}).stage
+        3
+    """
+    return config.zero if isinstance(config, EngineConfig) else _in_json_words(_read_zero, read_mapping(config))
+
+
+def read_mapping(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Mapping[str, Any]:
+    """A DeepSpeed config as a mapping: one, a file's path, or the base64 text of such a file (launchers pass that).
+
+    A file is JSON, or Hjson where the package ``hjson`` is installed.
+
+    Raises:
+        ConfigError: None, a file that is missing or cannot be parsed, a key twice in one object, no object.
+    """
     if config is None:
-        raise ConfigError(
-            "initialize needs config=: a DeepSpeed-style dict, the path of a JSON file, or an EngineConfig"
-        )
-    if isinstance(config, (str, Path)):
-        config = _read_json(Path(config))
+        raise ConfigError("initialize needs config=: a DeepSpeed-style dict, a JSON file's path, or an EngineConfig")
+    if isinstance(config, (str, os.PathLike)):
+        config = _parsed(*_text_of(config))
     if not isinstance(config, Mapping):
         raise ConfigError(f"config must be a mapping or the path of a JSON file, got {type(config).__name__}")
+    return config
+
+
+def _in_json_words(read: Callable[[Mapping[str, Any]], T], mapping: Mapping[str, Any]) -> T:
+    """Read the mapping; the dataclasses name their keys as the command line does, and errors here do not."""
     try:
-        return _read(config)
+        return read(mapping)
     except ConfigError as error:
-        # The dataclasses name their keys as the command line does.
         text = re.sub(r"(?<![\w.])zero\.(?=\w)", "zero_optimization.", str(error))
         raise ConfigError(re.sub(r"(?<![\w.])precision\.(?=\w)", "fp16.", text)) from None
 
 
-def _read_json(path: Path) -> Any:
+def _text_of(config: str | os.PathLike[str]) -> tuple[str, str]:
+    """A name for messages and the text itself, of a file or of the base64 of one."""
+    path = Path(config)
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=partial(_refuse_duplicates, path))
+        return f"config {str(path)!r}", path.read_text(encoding="utf-8")
     except OSError as error:
+        try:
+            text = base64.urlsafe_b64decode(os.fspath(config)).decode()
+        except ValueError:
+            text = ""
+        if text.lstrip().startswith("{"):
+            return "config, a base64 text,", text
         raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}") from None
+
+
+def _parsed(name: str, text: str) -> Any:
+    pairs = partial(_refuse_duplicates, name)
+    try:
+        return json.loads(text, object_pairs_hook=pairs)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"config {str(path)!r} is not JSON: {error}") from None
+        try:
+            hjson = importlib.import_module("hjson")
+        except ImportError:
+            advice = "if it is meant to be Hjson, with comments or without quotes, install the package hjson"
+            raise ConfigError(f"{name} is not JSON: {error}; {advice}, or write JSON") from None
+    try:
+        return hjson.loads(text, object_pairs_hook=pairs)
+    except hjson.HjsonDecodeError as error:
+        raise ConfigError(f"{name} is neither JSON nor Hjson: {error}") from None
 
 
-def _refuse_duplicates(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in sorted(keys):
-        if keys.count(key) > 1:
-            raise ConfigError(f"config {str(path)!r} has {key!r} twice in one object: leave one out")
+def _refuse_duplicates(name: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [key for key, _ in pairs]
+    for key in sorted(names):
+        if names.count(key) > 1:
+            raise ConfigError(f"{name} has {key!r} twice in one object: leave one out")
     return dict(pairs)
 
 
+@functools.cache
+def _say(text: str) -> None:
+    """Once, and on the first rank: what a setting does not do here, where that changes no result."""
+    if os.environ.get("RANK", "0") == "0":
+        log.warning("%s (said once)", text)
+
+
 def _read(mapping: Mapping[str, Any]) -> EngineConfig:
-    given = _drop_satisfied(_drop_switched_off(mapping), "")
+    zero = _read_zero(mapping)
+    given = _settled(_renamed(mapping, ""), "")
+    if isinstance(given.get("zero_optimization"), bool):
+        given.pop("allgather_size", None)
     _only(given, _IMPLEMENTED, "")
     for key in _SCALARS:
         if given.get(key) == "auto":
             raise ConfigError(f'{key}="auto" is for a trainer to fill in; write a number')
+    if given.get("steps_per_print") == math.inf:
+        del given["steps_per_print"]  # as accelerate writes never
     settings: dict[str, Any] = {key: given[key] for key in _SCALARS if given.get(key) is not None}
-    settings["zero"] = build(ZeroConfig, _zero_block(given), "zero_optimization")
-    settings["precision"] = _precision(given)
+    settings["zero"], settings["precision"] = zero, _precision(given)
     activations = _activation_checkpointing(given)
     settings["activation_checkpointing"] = build(ActivationCheckpointingConfig, activations, "activation_checkpointing")
     settings["comm"] = build(CommConfig, _block(given, "comm"), "comm")
     for name, kind in (("optimizer", OptimizerConfig), ("scheduler", SchedulerConfig)):
-        if given.get(name) is not None:
+        if given.get(name):
             settings[name] = kind(*_typed(given, name))
-    known = [name.removeprefix("checkpoint.") for name in SATISFIED if name.startswith("checkpoint.")]
+    known = [name.removeprefix("checkpoint.") for name in keys.SATISFIED if name.startswith("checkpoint.")]
     for key in _block(given, "checkpoint"):
         raise _refused(key, known, "checkpoint")
     types = _block(given, "data_types")
@@ -186,18 +177,22 @@ def _read(mapping: Mapping[str, Any]) -> EngineConfig:
     dtypes["communication_data_type"] = given.get("communication_data_type")
     for path, value in dtypes.items():
         if value is not None:
-            if not isinstance(value, str) or value not in _DTYPE_NAMES:
+            # As DeepSpeed takes them: in any case, also as torch's own, by name or as an object.
+            if (name := str(value).lower().removeprefix("torch.")) not in _DTYPE_NAMES:
                 raise ConfigError(f"{path}={value!r} is not one of {', '.join(sorted(_DTYPE_NAMES))}")
-            settings[path.rpartition(".")[2]] = _DTYPE_NAMES[value]
+            settings[path.rpartition(".")[2]] = _DTYPE_NAMES[name]
     return build(EngineConfig, settings)
+
+
+def _read_zero(mapping: Mapping[str, Any]) -> ZeroConfig:
+    return build(ZeroConfig, _zero_block(mapping), "zero_optimization")
 
 
 def _refused(key: str, implemented: Iterable[str], where: str) -> ConfigError:
     path = f"{where}.{key}" if where else key
-    if path in NOT_IMPLEMENTED:
-        instead = f": {INSTEAD[path]}" if path in INSTEAD else ""
-        return ConfigError(f"{path!r} is a DeepSpeed key that deepzero does not implement; leave it out{instead}")
-    return unknown_key(key, implemented, where)
+    return (
+        _not_implemented(path, "leave it out") if path in keys.NOT_IMPLEMENTED else unknown_key(key, implemented, where)
+    )
 
 
 def _only(given: Iterable[str], known: Iterable[str], where: str) -> None:
@@ -210,29 +205,51 @@ def _names(kind: type) -> list[str]:
     return [f.name for f in fields(kind)]
 
 
-def _drop_switched_off(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the blocks that ask for nothing; one that is switched on is refused."""
-    kept = dict(mapping)
-    for name in SWITCHED_OFF:
-        block = kept.pop(name, None)
-        if block is not None and not (isinstance(block, Mapping) and block.get("enabled", False) is False):
-            raise ConfigError(
-                f'{name!r} is a DeepSpeed key that deepzero does not implement; leave it out, or set "enabled": false'
-            )
+def _renamed(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """With every key under the spelling that is read here."""
+    kept: dict[str, Any] = {}
+    for key, value in block.items():
+        name = keys.OLDER.get(f"{where}{key}", key)
+        if name in kept:
+            raise ConfigError(f"{where}{name} is given twice, under two of its names; give it once")
+        kept[name] = value
     return kept
 
 
-def _drop_satisfied(mapping: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Without the keys that need no reading; a value that deepzero does not fulfil is refused."""
+def _settled(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Without the keys of the tables, whose values ask for nothing that deepzero has not; the others are refused."""
     kept = {}
-    for key, value in mapping.items():
-        if (rule := SATISFIED.get(f"{where}{key}")) is None:
+    for key, value in block.items():
+        path = f"{where}{key}"
+        if path in keys.MOOT or (value is None and path in {**keys.SATISFIED, **keys.STEERING}):
+            continue
+        if path in keys.SATISFIED:
+            values, why = keys.SATISFIED[path]
+            allowed = " or ".join(map(json.dumps, values))
+            require(value in values, path, value, f"is not implemented; {allowed} is: {why}")
+        elif path in keys.STEERING:
+            default, why = keys.STEERING[path]
+            if convert(type(default), value, path) != default:
+                _say(f"{path}={value!r} changes nothing in deepzero: {why}")
+        elif path in keys.SWITCHED_OFF:
+            switch = keys.SWITCH.get(path, "enabled")
+            if value is not None and value is not False and not (isinstance(value, Mapping) and not value.get(switch)):
+                raise _not_implemented(path, f'leave it out, or set "{switch}": false')
+        elif path not in keys.NOT_IMPLEMENTED or _asks(value):
             kept[key] = value
-        elif value not in rule[0]:
-            why = f": {rule[1]}" if rule[1] else ""
-            allowed = " or ".join(json.dumps(v) for v in rule[0])
-            raise ConfigError(f"{where}{key}={value!r} is not implemented; {allowed} is{why}")
     return kept
+
+
+def _asks(value: Any) -> bool:
+    """Whether a key of what deepzero has not asks for anything: false, null, nothing and a block that is off do not."""
+    if isinstance(value, Mapping):
+        return bool(value["enabled"]) if "enabled" in value else any(map(_asks, value.values()))
+    return bool(value)
+
+
+def _not_implemented(path: str, advice: str) -> ConfigError:
+    instead = f": {keys.INSTEAD[path]}" if path in keys.INSTEAD else ""
+    return ConfigError(f"{path!r} is a DeepSpeed key that deepzero does not implement; {advice}{instead}")
 
 
 def _block(given: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -243,7 +260,7 @@ def _block(given: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise ConfigError(f"{name}={value!r} must be an object with settings")
     if value.get("enabled") == "auto":
         raise ConfigError(f'{name}.enabled="auto" is for a trainer to fill in; write true or false')
-    return _drop_satisfied(_chosen(value), f"{name}.")
+    return _settled(_renamed(_chosen(value), f"{name}."), f"{name}.")
 
 
 def _chosen(block: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,10 +284,15 @@ def _activation_checkpointing(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``zero_optimization``, also with ``cpu_offload`` and ``cpu_offload_params``, the names before the two blocks."""
+    """``zero_optimization``, in all its formats, with what its stage makes of the blocks."""
+    if isinstance(given.get("zero_optimization"), bool):
+        _say("zero_optimization=true or false is DeepSpeed's first format, of stage 1 alone; write an object")
+        size = given.get("allgather_size")
+        return {"stage": 1, **_chosen({"allgather_bucket_size": size})} if given["zero_optimization"] else {}
     zero = _block(given, "zero_optimization")
-    pinned = zero.pop("cpu_offload_use_pin_memory", None)
-    for older, name in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
+    pin = "cpu_offload_use_pin_memory"
+    pinned = convert(bool | None, zero.pop(pin, None), f"zero_optimization.{pin}")
+    for older, name in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if older in zero and convert(bool, zero.pop(older), f"zero_optimization.{older}"):
             if zero.get(name) is not None:
                 raise ConfigError(f"zero_optimization.{older} is the older word for {name}; keep {name}")
@@ -281,31 +303,40 @@ def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(zero.get("quantization", {}), Mapping):
         raise ConfigError(f"zero_optimization.quantization={zero['quantization']!r} must be an object with settings")
     _only(zero, _names(ZeroConfig), "zero_optimization")
+    _fit_to_stage(zero, convert(int, zero.get("stage", 0), "zero_optimization.stage"))
     return zero
+
+
+def _fit_to_stage(zero: dict[str, Any], stage: int) -> None:
+    """What DeepSpeed does without a word where a stage needs something else than the block says; here it is said."""
+    if stage != 1 and zero.get("reduce_scatter") is False:
+        del zero["reduce_scatter"]
+        _say(f"zero_optimization.reduce_scatter=False is stage 1's: stage {stage} has one way to the same sums")
+    if zero.get("offload_param") and stage < 3:
+        del zero["offload_param"]
+        _say(f"zero_optimization.offload_param is stage 3's: in stage {stage} parameters stay on the device")
+    if zero.get("offload_param") and not zero.get("offload_optimizer"):
+        _say("zero_optimization.offload_param takes offload_optimizer along: masters stay where their parameters are")
+        zero["offload_optimizer"] = {key: value for key, value in zero["offload_param"].items() if key != "max_in_cpu"}
 
 
 def _offload_block(block: Any, kind: type, where: str) -> dict[str, Any]:
     """One of the two blocks; what concerns NVMe alone has nothing to say where the device is the CPU, or none."""
     if not isinstance(block, Mapping):
         raise ConfigError(f"{where}={block!r} must be an object with settings")
-    kept = {key: value for key, value in _chosen(block).items() if key not in NVME_ALONE}
+    kept = {key: value for key, value in _settled(_chosen(block), f"{where}.").items() if key not in keys.NVME_ALONE}
     if kept.get("device") == "nvme":
         raise ConfigError(f'{where}.device="nvme" is not implemented; "cpu" is: host memory')
-    if kept.get("super_offload") is False:
-        del kept["super_offload"]
     _only(kept, _names(kind), where)
-    if kept.get("device", "none") == "none":
-        # Switched off; still checked, so that switching it on later brings no surprise.
-        delayed = {"delayed_update": True} if "delay_after_steps" in kept else {}
-        build(kind, {**kept, "device": "cpu", **delayed}, where)
-        return {}
-    return kept
+    on = kept.get("device", "none") != "none"
+    # What is switched off is checked too, so that switching it on later brings no surprise.
+    delayed = {"delayed_update": True} if "delay_after_steps" in kept else {}
+    build(kind, kept if on else {**kept, "device": "cpu", **delayed}, where)
+    return kept if on else {}
 
 
 def _precision(given: Mapping[str, Any]) -> PrecisionConfig:
-    if "bf16" in given and "bfloat16" in given:
-        raise ConfigError("bf16 and bfloat16 are two names of one block; give one of them")
-    bf16, fp16 = _block(given, "bf16" if "bf16" in given else "bfloat16"), _block(given, "fp16")
+    bf16, fp16 = _block(given, "bf16"), _block(given, "fp16")
     for name, block in (("bf16", bf16), ("fp16", fp16)):
         convert(bool, block.get("enabled", False), f"{name}.enabled")
     if bf16.get("enabled") and fp16.get("enabled"):
@@ -321,8 +352,11 @@ def _typed(given: Mapping[str, Any], name: str) -> tuple[str, dict[str, Any]]:
     block = given[name]
     if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
         raise ConfigError(f'{name} must be an object like {{"type": …, "params": {{…}}}}, got {block!r}')
-    _only(block, ["type", "params"], name)
+    _only(_settled(block, f"{name}."), ["type", "params"], name)
     params = block.get("params") or {}
     if not isinstance(params, Mapping):
         raise ConfigError(f"{name}.params={params!r} must be an object with settings")
+    for key, value in params.items():
+        if value == "auto":
+            raise ConfigError(f'{name}.params.{key}="auto" is for a trainer to fill in; write its value')
     return block["type"], dict(params)

@@ -103,7 +103,7 @@ def convert(kind: Any, value: Any, path: str) -> Any:
             near = difflib.get_close_matches(str(value), [str(a) for a in args], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{path}={value!r} is not one of {', '.join(map(str, args))}{hint}")
-        return value
+        return args[args.index(value)]  # not an enum's member that equals it
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None

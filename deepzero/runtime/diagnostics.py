@@ -49,10 +49,11 @@ def used_bytes(device: torch.device) -> int:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        return _peak_bytes(device)
+        return peak_bytes(device)
 
 
-def _peak_bytes(device: torch.device) -> int:
+def peak_bytes(device: torch.device) -> int:
+    """The most that was in use so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -69,7 +70,7 @@ def gather_report(ledger: Ledger, device: torch.device, bytes_at_build: int) -> 
     ``snapshot``, where asynchronous saves were made, is their copy of the model state, in host memory; ``host_states``
     what ``offload_states`` has moved there; ``host_activations`` what checkpointed activations take there.
     """
-    residual = max(0, _peak_bytes(device) - bytes_at_build)
+    residual = max(0, peak_bytes(device) - bytes_at_build)
     unpredicted = {"activations": residual, **{name: ledger.held.get(name, 0) for name in UNPREDICTED}}
     ranks = process_group.all_gather_object((ledger.report(), unpredicted))
     reports = [report for report, _ in ranks]

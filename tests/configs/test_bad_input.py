@@ -57,6 +57,8 @@ VALUES = [
     (["zero.stage="], ["zero.stage=''"]),
     (["zero.overlap_comm=maybe"], ["zero.overlap_comm='maybe'", "true or false"]),
     (["zero.reduce_scatter=false"], ["zero.reduce_scatter=False", "stage 1"]),
+    (["zero.offload_param.device=cpu"], ["zero.offload_param.device='cpu'", "stage 3 alone"]),
+    (["zero.stage=3", "zero.offload_param.device=cpu"], ["zero.offload_param.device", "needs zero.offload_optimizer"]),
     (["launch.nproc=0"], ["launch.nproc=0"]),
     (["launch.threads_per_rank=0"], ["launch.threads_per_rank=0"]),
     (["launch.device=tpu"], ["launch.device='tpu'", "cpu"]),

@@ -263,8 +263,6 @@ def test_writes_between_steps(rank, world, stage):
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "stages 1, 2, 3"),
-    ({"stage": 2, "offload_param": {"device": "cpu"}}, "stage 3 alone"),
-    ({"stage": 3, "offload_param": {"device": "cpu"}}, "needs zero_optimization.offload_optimizer.device=cpu"),
     ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "between 0 and 1"),
     ({"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}, "nvme"),
     ({"stage": 2, "offload_optimizer": {"device": "gpu"}}, "not one of none, cpu"),

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from deepzero.config.deepspeed_json import NOT_IMPLEMENTED, SATISFIED, SWITCHED_OFF, load_engine_config
+from deepzero.config.deepspeed_json import load_engine_config
+from deepzero.config.deepspeed_keys import MOOT, NOT_IMPLEMENTED, NVME_ALONE, SATISFIED, STEERING, SWITCHED_OFF
 from deepzero.config.engine import EngineConfig
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
@@ -141,8 +142,9 @@ def test_json_names_are_read():
 def test_satisfied_keys():
     table = {row[0].strip("`"): row[1] for row in rows(CONFIG) if len(row) == 3 and row[0].startswith("`")}
     table = {key: values for key, values in table.items() if key not in CURVES}
-    assert set(table) == set(SATISFIED)
-    for key, (values, _) in SATISFIED.items():
+    rules = {**SATISFIED, **{key: ((default,), why) for key, (default, why) in STEERING.items()}}
+    assert set(table) == set(rules)
+    for key, (values, _) in rules.items():
         assert {json.loads(v) for v in table[key].split(", ")} == set(values), key
 
 
@@ -153,10 +155,11 @@ def names_in(paragraph):
 
 def test_blocks_may_be_switched_off_and_refused_keys_are_refused():
     assert names_in("Switched off") == [*SWITCHED_OFF, "activation_checkpointing"]
-    for name in names_in("Refused"):
-        place = NOT_IMPLEMENTED[[path.rpartition(".")[2] for path in NOT_IMPLEMENTED].index(name)]
+    assert names_in("Moot") == [path.rpartition(".")[2] for path in MOOT] + [*NVME_ALONE]
+    assert names_in("Refused") == [path.rpartition(".")[2] for path in NOT_IMPLEMENTED]
+    for place in NOT_IMPLEMENTED:
         with pytest.raises(ConfigError, match=f"'{place}' is a DeepSpeed key that deepzero does not implement"):
-            load_engine_config({"train_batch_size": 4, **nested(place, {})})
+            load_engine_config({"train_batch_size": 4, **nested(place, "asked for")})
     with pytest.raises(ConfigError, match="unknown config key"):
         load_engine_config({"train_batch_size": 4, "no_such_key": {}})
 

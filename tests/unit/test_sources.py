@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -419,8 +420,9 @@ def test_defaults_are_numbers():
     assert found == (50_000_000, 100_000, 1_000_000_000)
 
 
-def test_json_has_no_comments(tmp_path):
+def test_json_has_no_comments(tmp_path, monkeypatch):
     """DeepSpeed reads its config as Hjson, which has them; a reader of JSON refuses the guide's block as it stands."""
+    monkeypatch.setitem(sys.modules, "hjson", None)
     plain = {"train_batch_size": 4, "zero_optimization": {"stage": 3}}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(plain).replace('"zero', '// stages\n"zero'))

@@ -43,7 +43,7 @@ from torch.utils import _pytree as pytree
 
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator, process_communicator
-from deepzero.config.deepspeed_json import load_engine_config
+from deepzero.config.deepspeed_json import load_zero_config
 from deepzero.config.engine import ChaosConfig, EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.layout import ParamSlot, plan_layout
@@ -409,7 +409,7 @@ class Init:
             problem = f": dtype={dtype} is not a floating-point dtype"
         elif len(given) > 1:
             problem = ": the configuration is given twice (config_dict_or_path, config); give it once"
-        elif given and (stage := load_engine_config(given[0]).zero.stage) != 3:
+        elif given and (stage := load_zero_config(given[0]).stage) != 3:
             problem = (
                 f" partitions parameters, which is stage 3, and the config says zero_optimization.stage={stage}; set "
                 "it to 3, or pass enabled=False"

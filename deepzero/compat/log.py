@@ -1,0 +1,37 @@
+"""DeepSpeed's logger, and its ways of logging on some ranks only. Source: ``utils/logging.py`` of [DeepSpeed]."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Sequence
+
+from deepzero.comm import process_group
+
+
+@functools.cache
+def _made() -> logging.Logger:
+    made = logging.getLogger("DeepSpeed")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+    made.addHandler(handler)
+    made.setLevel(logging.INFO)
+    made.propagate = False
+    return made
+
+
+logger = _made()
+"""What libraries set levels of; what it says goes to standard output, as there."""
+warning_once = functools.cache(logger.warning)
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on these ranks; None, an empty list or -1: on all."""
+    if not ranks or -1 in ranks or process_group.rank() in ranks:
+        logger.log(level, f"[Rank {process_group.rank()}] {message}")
+
+
+def set_log_level_from_string(level: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level by its name, in any case; ValueError where no level has this name."""
+    (custom_logger or logger).setLevel(level.upper())

@@ -1,0 +1,135 @@
+"""DeepSpeed's keys that deepzero does not read, and what becomes of each, in tables.
+
+Source: [DeepSpeed], ``runtime/config.py``, ``runtime/zero/config.py`` and ``runtime/zero/offload_config.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+_EITHER = (True, False)
+_NO = (False,)
+_Rules = dict[str, tuple[tuple[Any, ...], str]]
+_ZERO_SATISFIED: _Rules = {
+    "ignore_unused_parameters": ((True,), "a parameter without gradient counts as zeros"),
+    "legacy_stage1": (_NO, "there is one stage 1"),
+    "log_trace_cache_warnings": (_EITHER, "rank 0 says it once when modules come in another order"),
+    "memory_efficient_linear": (_EITHER, "no view of a weight is ever saved"),
+    "override_module_apply": (_EITHER, "a later constructor may write to what is partitioned"),
+    "parameter_alignment": (_EITHER, "every parameter starts aligned"),
+    "stage3_model_persistence_threshold": ((sys.maxsize,), "lower stage3_param_persistence_threshold instead"),
+    "stage3_gather_16bit_weights_on_model_save": (_EITHER, "save_16bit_model gathers the weights when it is called"),
+    "use_multi_rank_bucket_allreduce": (_EITHER, "a bucket always goes to all of its owners"),
+}
+SATISFIED: _Rules = {
+    "zero_allow_untested_optimizer": (_EITHER, "every optimizer is tested, by experiment"),
+    "zero_force_ds_cpu_optimizer": (_EITHER, "the CPU steps with any elementwise optimizer"),
+    "sparse_gradients": (_NO, "a sparse gradient is filled up"),
+    "gradient_allreduce_op": (("mean",), "a gradient is the mean over ranks; multiply the loss for a sum"),
+    "managed_gradient_accumulation": ((True,), "see set_gradient_accumulation_boundary"),
+    "disable_allgather": (_NO, "parameters are published by all-gather"),
+    "disable_python_gc": (_NO, "call gc.disable() in the script"),
+    "sequence_parallel_size": ((1,), "there is no sequence parallelism"),
+    "checkpoint.load_universal": (_EITHER, "every checkpoint can be loaded by any stage and number of ranks"),
+    "checkpoint.tag_validation": (
+        ("Warn", "Fail", "Ignore", "WARN", "FAIL", "IGNORE", "warn", "fail", "ignore"),
+        "ranks that give different tags always raise",
+    ),
+    "checkpoint.use_node_local_storage": (_NO, "checkpoints lie in one folder that all ranks see"),
+    **{f"zero_optimization.{key}": rule for key, rule in _ZERO_SATISFIED.items()},
+    "bf16.immediate_grad_update": (_EITHER, "stage 2 reduces gradients as they come, stages 0 and 1 at the boundary"),
+    "bf16.bf16_master_weights_and_grads": (_NO, "masters are fp32"),
+    "bf16.bf16_optimizer_states": (_NO, "the optimizer's states are fp32"),
+    "fp16.fp16_master_weights_and_grads": (_NO, "masters are fp32"),
+}
+"""Keys that deepzero fulfils without reading, with the values for which that is true, and why."""
+
+_ZERO_STEERING: dict[str, tuple[bool | int, str]] = {
+    "contiguous_gradients": (True, "buckets are always contiguous"),
+    "allgather_partitions": (True, "parameters are published by all-gather"),
+    "round_robin_gradients": (False, "every bucket is balanced already"),
+    "elastic_checkpoint": (False, "every checkpoint can be loaded by any number of ranks"),
+    "load_from_fp32_weights": (True, "masters are always restored from fp32 values"),
+    "pipeline_loading_checkpoint": (False, "a rank reads nothing but its own part of a checkpoint"),
+    "compute_grad_norm": (True, "the norm travels with the ranks' agreement on a step"),
+    "enable_sanity_checks": (False, "the checks are always on"),
+    "mics_hierarchical_params_gather": (False, "no gather leaves a group of mics_shard_size ranks"),
+    "stage3_use_all_reduce_for_fetch_params": (False, "parameters are fetched by all-gather"),
+    "stage3_allgather_sequential": (False, "parameters are gathered into their place, without a copy"),
+    "stage3_module_granularity_threshold": (0, "a bucket is fetched at once, however small its modules are"),
+}
+STEERING: dict[str, tuple[bool | int | float, str]] = {
+    "prescale_gradients": (False, "the mean is the same: gradients are summed in fp32 and divided once"),
+    "gradient_predivide_factor": (1.0, "the mean is the same: gradients are summed in fp32 and divided once"),
+    "dataloader_drop_last": (True, "the loader drops an incomplete last batch"),
+    "wall_clock_breakdown": (False, "nothing is printed; in torch.profiler the phases of a step have names"),
+    "memory_breakdown": (False, "nothing is printed; engine.report() has the ledger"),
+    "dump_state": (False, "nothing is printed"),
+    **{f"zero_optimization.{key}": rule for key, rule in _ZERO_STEERING.items()},
+    "bf16.check_grad_overflow": (True, "a gradient that is not finite always stops the run"),
+    "optimizer.legacy_fusion": (False, "there is one optimizer for fp16"),
+}
+"""Keys whose every value leads to the same training, with DeepSpeed's default, and what happens here."""
+
+NVME_ALONE = (
+    "buffer_count", "buffer_size", "fast_init", "nvme_path", "pipeline", "pipeline_read", "pipeline_write",
+)  # fmt: skip
+"""Keys of the offload blocks that DeepSpeed reads for NVMe alone: beside ``"device": "cpu"`` they say nothing."""
+
+MOOT = {
+    "aio": "NVMe",
+    "pipeline": "a PipelineModule",
+    "seq_parallel_communication_data_type": "sequence parallelism",
+    "use_data_before_expert_parallelism": "parallel experts",
+    "vocabulary_size": "a warning of DeepSpeed's",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "NVMe",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "super_offload",
+}
+"""Keys that concern something alone which deepzero has not, so that they say nothing."""
+
+SWITCHED_OFF = (
+    "amp", "autotuning", "comet", "comms_logger", "csv_monitor", "curriculum_learning", "data_efficiency", "eigenvalue",
+    "elasticity", "expert_parallel", "flops_profiler", "hybrid_engine", "nebula", "progressive_layer_drop",
+    "tensorboard", "torch_autocast", "wandb", "compile", "tensor_parallel",
+)  # fmt: skip
+"""Blocks of DeepSpeed's that ask for nothing while their switch is false or absent, whatever else stands in them."""
+SWITCH = {"compile": "deepcompile", "tensor_parallel": "autotp_size"}
+"""The switch's name where it is not ``enabled``."""
+
+_ZERO_NOT_IMPLEMENTED = ("leaf_module", "offload_optimizer.super_offload", "zenflow", "zeropp_loco_param")
+NOT_IMPLEMENTED = (
+    "compression_training", "data_types.buffer_dtype", "data_types.keep_in_fp32_modules", "data_types.param_dtype",
+    "datastates_ckpt", "ddp_bf16", "fp32_allreduce", "graph_harvesting", "log_level", "monitor_config",
+    "quantize_training", "sparse_attention", "timers", "weight_quantization", "checkpoint.parallel_write",
+    "checkpoint.writer", "checkpoint.checkpoint_serialization",
+    *(f"zero_optimization.{key}" for key in _ZERO_NOT_IMPLEMENTED),
+)  # fmt: skip
+"""Keys that DeepSpeed has and deepzero has not, so that nobody looks for a spelling mistake in them."""
+
+INSTEAD = {
+    "amp": "use bf16 or fp16",
+    "torch_autocast": "use bf16 or fp16",
+    "fp32_allreduce": 'write "communication_data_type": "fp32"',
+    "flops_profiler": "use profiler=torch",
+    "csv_monitor": "metrics.jsonl has what train.py measures",
+    "elasticity": "a checkpoint can be loaded by any number of ranks",
+    "zero_optimization.leaf_module": "call deepzero.zero.set_z3_leaf_modules before initialize",
+    "zero_optimization.zeropp_loco_param": "error feedback is zero_optimization.quantization.error_feedback, a bool",
+}
+"""What deepzero has in their place."""
+
+OLDER = {
+    "bfloat16": "bf16",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.cpu_offload_params": "cpu_offload_param",
+    **{
+        f"zero_optimization.{name}": f"stage3_{name}"
+        for name in (
+            "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
+            "max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold",
+            "use_all_reduce_for_fetch_params", "allgather_sequential",
+        )
+    },
+}  # fmt: skip
+"""Other spellings that DeepSpeed reads, with the one that is read here: the names before a change, those of fields."""

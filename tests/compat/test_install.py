@@ -1,0 +1,97 @@
+"""``import deepspeed`` means deepzero: here, below, and in what is started from here. Each case is a process."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepzero.compat import STAND_IN
+from deepzero.compat.import_paths import MODULES
+
+ROOT = Path(__file__).parents[2]
+FOR_LIBRARIES = """
+import importlib.metadata, importlib.util
+assert importlib.util.find_spec("deepspeed") is not None
+assert importlib.metadata.version("deepspeed") == "0.19.8"
+import deepspeed, deepspeed.comm as dist
+from deepspeed.zero import Init
+assert Init.__module__.startswith("deepzero."), Init
+assert deepspeed.zero.Init is Init and deepspeed.__version__ == "0.19.8"
+"""
+
+
+def run(*arguments, cwd=ROOT, **environment):
+    """A Python process; its output."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-W", "error", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=cwd, env=environment)
+
+
+def test_every_name_of_the_table_has_its_home():
+    for module, homes in MODULES.items():
+        for home, names in homes:
+            if not home.startswith("!"):
+                here = importlib.import_module(home)
+                assert [name for name in names.values() if name != "*" and not hasattr(here, name)] == [], module
+        assert module == "deepspeed" or module.rpartition(".")[0] in MODULES
+
+
+def test_a_script_and_what_it_starts(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        FOR_LIBRARIES
+        + "import multiprocessing, os, subprocess, sys\n"
+        + f"HERE = {FOR_LIBRARIES!r}\n"
+        + "def child():\n    exec(HERE, globals())\n"
+        + "if __name__ == '__main__':\n"
+        + "    assert sys.argv[1:] == ['--deepspeed', 'ds.json'] and sys.path[1] == os.path.dirname(__file__)\n"
+        + "    for how in ('spawn', 'forkserver'):\n"
+        + "        process = multiprocessing.get_context(how).Process(target=child)\n"
+        + "        process.start(); process.join(); assert process.exitcode == 0, how\n"
+        + "    subprocess.run([sys.executable, '-c', HERE], check=True, cwd='/')\n"
+        + "    1 / 0\n"
+    )
+    done = run("-m", "deepzero.compat", str(script), "--deepspeed", "ds.json")
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", "ZeroDivisionError: division by zero")
+    assert len([line for line in lines if line.startswith("  File")]) == 1, done.stderr  # the script's own frame
+
+
+def test_the_folder_alone():
+    environment = {"PYTHONPATH": f"{STAND_IN}{os.pathsep}{ROOT}"}
+    assert run("-c", FOR_LIBRARIES, **environment).stderr == ""
+    assert run("-m", "deepzero.compat", "--path").stdout.strip() == str(STAND_IN)
+
+
+def test_modules_and_exit_status():
+    done = run("-m", "deepzero.compat", "-m", "timeit", "-n1", "-r1", "import deepspeed.zero")
+    assert (done.returncode, done.stderr) == (0, "") and "1 loop" in done.stdout
+    assert run("-m", "deepzero.compat").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("import deepspeed\ndeepspeed.inference_kernels", "has no deepspeed.inference_kernels"),
+        ("from deepspeed.runtime import nothing", "has no deepspeed.runtime.nothing"),
+        ("import deepspeed.runtime.zero.stage9", "docs/coming_from_deepspeed.md says what it has"),
+        ("from deepspeed.pipe import PipelineModule\nclass Mine(PipelineModule): pass\nMine()", "no pipeline parallel"),
+    ],
+)
+def test_what_is_not_there_is_named(program, words):
+    done = run("-c", "from deepzero.compat import install\ninstall()\ninstall()\n" + program)
+    assert done.returncode == 1 and words in done.stderr, done.stderr
+
+
+def test_deepspeed_itself_comes_first_or_not_at_all(tmp_path):
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("kind = 'real'\n")
+    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    late = run("-c", "import deepspeed\nfrom deepzero.compat import install\ninstall()", **path)
+    assert late.returncode == 1 and "ImportError: deepspeed is imported already, from" in late.stderr
+    ours = run("-c", "from deepzero.compat import install\ninstall()\n" + FOR_LIBRARIES, **path)
+    assert ours.stderr == ""

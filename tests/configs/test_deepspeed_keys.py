@@ -1,0 +1,253 @@
+"""DeepSpeed's configs as scripts have them: other spellings, other forms, and what asks for nothing."""
+
+import ast
+import base64
+import importlib.util
+import json
+import logging
+import math
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from deepzero.config import deepspeed_json, deepspeed_keys
+from deepzero.config.deepspeed_json import load_engine_config, load_zero_config
+from deepzero.config.deepspeed_keys import MOOT, NOT_IMPLEMENTED, NVME_ALONE, OLDER, SATISFIED, STEERING, SWITCHED_OFF
+from deepzero.config.strict import ConfigError
+from tests.unit.test_docs import nested
+
+CPU = {"device": "cpu"}
+
+
+@pytest.fixture
+def said(caplog):
+    """What is logged, afresh for each test."""
+    deepspeed_json._say.cache_clear()
+    caplog.set_level(logging.WARNING, "deepzero.config")
+    return caplog
+
+
+def zero(**block):
+    return {"zero_optimization": block}
+
+
+@pytest.mark.parametrize(("given", "plain"), [
+    (zero(stage=3, prefetch_bucket_size=7, param_persistence_threshold=8), zero(stage=3,
+     stage3_prefetch_bucket_size=7, stage3_param_persistence_threshold=8)),
+    (zero(stage=3, max_live_parameters="1e3", max_reuse_distance=2e3), zero(stage=3,
+     stage3_max_live_parameters=1000, stage3_max_reuse_distance=2000)),
+    (zero(stage=3, gather_16bit_weights_on_model_save=True, module_granularity_threshold=0), zero(stage=3)),
+    (zero(stage=3, stage3_gather_fp16_weights_on_model_save=True), zero(stage=3)),
+    (zero(stage=2, cpu_offload=True), zero(stage=2, offload_optimizer=CPU)),
+    (zero(stage=2, cpu_offload=False, cpu_offload_param=False), zero(stage=2)),
+    (zero(stage=3, cpu_offload=True, cpu_offload_param=True, cpu_offload_use_pin_memory=False), zero(stage=3,
+     offload_optimizer={**CPU, "pin_memory": False}, offload_param={**CPU, "pin_memory": False})),
+    (zero(stage=3, cpu_offload=True, cpu_offload_params=True), zero(stage=3, offload_optimizer=CPU, offload_param=CPU)),
+    ({"zero_optimization": True, "allgather_size": 2e8}, zero(stage=1, allgather_bucket_size=200_000_000)),
+    ({"zero_optimization": True}, zero(stage=1)),
+    ({"zero_optimization": False}, {}),
+    ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
+    ({"steps_per_print": math.inf}, {}),
+    ({"communication_data_type": "FP32"}, {"communication_data_type": "fp32"}),
+    ({"data_types": {"grad_accum_dtype": "torch.bfloat16"}}, {"data_types": {"grad_accum_dtype": "bf16"}}),
+    ({"optimizer": {"type": "Adam", "legacy_fusion": False}}, {"optimizer": {"type": "Adam"}}),
+    ({"optimizer": {}, "scheduler": None}, {}),
+    # What a stage does not have, DeepSpeed passes over.
+    (zero(stage=3, reduce_scatter=False), zero(stage=3)),
+    (zero(stage=0, reduce_scatter=False, offload_param=CPU), zero(stage=0)),
+    (zero(stage=3, offload_param={**CPU, "max_in_cpu": 5}), zero(stage=3, offload_param={**CPU, "max_in_cpu": 5},
+     offload_optimizer=CPU)),
+])  # fmt: skip
+def test_other_spellings_mean_the_same(given, plain):
+    assert load_engine_config(given) == load_engine_config(plain)
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    (zero(stage=3, prefetch_bucket_size=7, stage3_prefetch_bucket_size=7), "twice, under two of its names"),
+    (zero(stage=2, stage3_gather_fp16_weights_on_model_save=True, gather_16bit_weights_on_model_save=True),
+     "twice, under two of its names"),
+    ({"bf16": {}, "bfloat16": {}}, "twice, under two of its names"),
+    (zero(cpu_offload=True, offload_optimizer=CPU), "older word for offload_optimizer"),
+    ({"allgather_size": 5}, "unknown config key 'allgather_size'"),
+    (zero(prefetch_buckets=1), "unknown config key 'zero_optimization.prefetch_buckets'"),
+    ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op='sum'.*mean over ranks"),
+    ({"fp32_allreduce": True}, '"communication_data_type": "fp32"'),
+    ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "'torch_autocast' .* use bf16 or fp16"),
+    ({"compile": {"deepcompile": True}}, '"deepcompile": false'),
+    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
+    (zero(stage=3, leaf_module={"classes": ["Experts"]}), "set_z3_leaf_modules before initialize"),
+    (zero(ignore_unused_parameters=False), "without gradient counts as zeros"),
+    ({"checkpoint": {"tag_validation": "foo"}}, "tag_validation='foo'"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, 'optimizer.params.lr="auto" is for a trainer'),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, "scheduler.params.warmup_num_steps"),
+    ({"steps_per_print": -math.inf}, "steps_per_print"),
+])  # fmt: skip
+def test_refused_by_name(given, words):
+    with pytest.raises(ConfigError, match=words):
+        load_engine_config(given)
+
+
+@pytest.mark.parametrize("key", STEERING)
+def test_what_only_steers_deepspeed_is_said_once(key, said):
+    default, why = STEERING[key]
+    other = {bool: not default, int: 100, float: 2.0}[type(default)]
+
+    def read(value):
+        """The key stands alone, or beside the type that an optimizer needs."""
+        config = nested(key, value)
+        if "optimizer" in config:
+            config["optimizer"]["type"] = "Adam"
+        return load_engine_config(config)
+
+    plain = read(default)
+    assert read(None) == plain and said.messages == []
+    assert read(other) == read(other) == plain
+    assert [key in text and why in text for text in said.messages] == [True]
+    with pytest.raises(ConfigError, match=key):
+        read("something else")
+
+
+def test_only_the_first_rank_says_it(said, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    load_engine_config(zero(contiguous_gradients=False))
+    assert said.messages == []
+
+
+def test_what_is_off_asks_for_nothing(said):
+    """A config with a word on everything, all of it off, is the empty one."""
+    given = {path: value for path in NOT_IMPLEMENTED if "." not in path for value in ({"enabled": False, "x": 1},)}
+    given |= dict.fromkeys(SWITCHED_OFF, False)
+    given |= {name: {"any": 1} for name in MOOT if "." not in name}
+    given |= {
+        "compression_training": {},
+        "fp32_allreduce": False,
+        "log_level": None,
+        "timers": {"throughput": {"enabled": False, "synchronized": True}},
+        "compile": {"deepcompile": False, "double_buffer": True},
+        "tensor_parallel": {"autotp_size": 0, "dtype": "x"},
+        "wall_clock_breakdown": None,
+        "checkpoint": {"parallel_write": {"pipeline_stage": False}, "writer": None, "tag_validation": "Ignore"},
+        "data_types": {"param_dtype": None, "buffer_dtype": "auto", "grad_accum_dtype": None},
+        "fp16": {"enabled": False},
+        "bf16": None,
+        "zero_allow_untested_optimizer": 1,
+        "zero_optimization": {
+            "stage": 0,
+            "leaf_module": {"classes": [], "names": []},
+            "zenflow": None,
+            "zeropp_loco_param": None,
+            "save_muon_momentum_buffer_in_memory": True,
+            "offload_param": {},
+            "offload_optimizer": {
+                "device": "none",
+                "super_offload": False,
+                "cpuadam_cores_perc": 0.8,
+                "fast_init": True,
+            },
+        },
+    }
+    assert load_engine_config(given) == load_engine_config({})
+    assert said.messages == []
+
+
+@pytest.mark.parametrize("path", [*NOT_IMPLEMENTED, *SWITCHED_OFF])
+def test_what_is_on_is_refused_by_name(path):
+    with pytest.raises(ConfigError, match=f"'{path}' is a DeepSpeed key that deepzero does not implement"):
+        load_engine_config(nested(path, {"enabled": True, "deepcompile": True, "autotp_size": 2}))
+
+
+def test_before_a_trainer_has_filled_it_in():
+    """``zero.Init`` reads the one block; ``initialize`` needs the numbers."""
+    given = zero(stage=3, reduce_bucket_size="auto", stage3_prefetch_bucket_size="auto", param_persistence_threshold=9)
+    given |= dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto")
+    given |= {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "bf16": {"enabled": "auto"}}
+    found = load_zero_config(given)
+    assert (found.stage, found.stage3_param_persistence_threshold, found.reduce_bucket_size) == (3, 9, 500_000_000)
+    with pytest.raises(ConfigError, match=r'^train_batch_size="auto" is for a trainer'):
+        load_engine_config(given)
+    with pytest.raises(ConfigError, match=r"^zero_optimization.stage=7"):
+        load_zero_config(zero(stage=7))
+
+
+def test_forms_of_a_config(tmp_path, monkeypatch):
+    given = {"train_batch_size": 4, **zero(stage=2)}
+    wanted = load_engine_config(given)
+    text = base64.urlsafe_b64encode(json.dumps(given).encode()).decode()
+    assert load_engine_config(text) == wanted
+    with pytest.raises(ConfigError, match="base64 text, has 'a' twice"):
+        load_engine_config(base64.urlsafe_b64encode(b'{"a": 1, "a": 2}').decode())
+    commented = tmp_path / "config.hjson"
+    commented.write_text("# all of it\n" + json.dumps(given))
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(ConfigError, match=r"config.hjson' is not JSON: .* install the package hjson, or write JSON"):
+        load_engine_config(commented)
+
+    class HjsonDecodeError(ValueError):
+        pass
+
+    def loads(text, object_pairs_hook):
+        if not text.startswith("#"):
+            raise HjsonDecodeError("line 1")
+        return json.loads(text.partition("\n")[2], object_pairs_hook=object_pairs_hook)
+
+    package = types.SimpleNamespace(loads=loads, HjsonDecodeError=HjsonDecodeError)
+    monkeypatch.setitem(sys.modules, "hjson", package)
+    assert load_engine_config(commented) == wanted
+    commented.write_text('#\n{"a": 1, "a": 2}')
+    with pytest.raises(ConfigError, match=r"config.hjson' has 'a' twice"):
+        load_engine_config(commented)
+    commented.write_text("{,")
+    with pytest.raises(ConfigError, match="neither JSON nor Hjson: line 1"):
+        load_engine_config(commented)
+
+
+def fields_of(file, name, where):
+    """The keys of one of DeepSpeed's pydantic classes, by its source: names of fields, and their aliases."""
+    classes = {node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)}
+    for node in classes[name].body:
+        if isinstance(node, ast.AnnAssign):
+            yield f"{where}{node.target.id}"
+            keywords = getattr(node.value, "keywords", [])
+            yield from (f"{where}{word.value.value}" for word in keywords if word.arg == "alias")
+
+
+def test_every_key_of_deepspeed_is_known():
+    """Read, in a table, or an older name of one that is: none is unknown where DeepSpeed is installed to compare."""
+    found = importlib.util.find_spec("deepspeed")
+    folder = Path(found.origin).parent / "runtime" if found is not None and found.origin else Path("absent")
+    if not (folder / "zero" / "offload_config.py").is_file():
+        pytest.skip("DeepSpeed itself is not installed")
+    block = "zero_optimization."
+    keys = [
+        *fields_of(folder / "zero" / "config.py", "DeepSpeedZeroConfig", block),
+        *fields_of(folder / "zero" / "offload_config.py", "DeepSpeedZeroOffloadParamConfig", f"{block}offload_param."),
+        *fields_of(folder / "zero" / "offload_config.py", "DeepSpeedZeroOffloadOptimizerConfig",
+                   f"{block}offload_optimizer."),
+        *fields_of(folder / "precision_config.py", "DeepSpeedBF16Config", "bf16."),
+        *fields_of(folder / "precision_config.py", "DeepSpeedFP16Config", "fp16."),
+    ]  # fmt: skip
+    constants = ast.parse((folder / "constants.py").read_text()).body
+    names = {node.targets[0].id: node.value.value for node in constants
+             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)}  # fmt: skip
+    for node in ast.walk(ast.parse((folder / "config.py").read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "get_scalar_param":
+            place, name = node.args[:2]
+            if isinstance(place, ast.Name):
+                keys.append(name.value if isinstance(name, ast.Constant) else names.get(getattr(name, "id", None)))
+    assert len(keys) > 60
+    for key in filter(None, keys):
+        if key in MOOT or key.rpartition(".")[2] in NVME_ALONE:
+            continue
+        with pytest.raises(ConfigError) as error:
+            load_engine_config(nested(key, "no such value"))
+        assert "unknown config key" not in str(error.value), key
+
+
+def test_the_tables_agree():
+    tables = [SATISFIED, STEERING, MOOT, SWITCHED_OFF, NOT_IMPLEMENTED, OLDER]
+    everything = [key for table in tables for key in table]
+    assert len(everything) == len(set(everything))
+    assert {*deepspeed_keys.INSTEAD} <= {*SWITCHED_OFF, *NOT_IMPLEMENTED}
+    assert {*deepspeed_keys.SWITCH} <= {*SWITCHED_OFF}
