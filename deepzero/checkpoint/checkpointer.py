@@ -19,7 +19,7 @@ import torch
 from deepzero.checkpoint.async_save import Saver, Target
 from deepzero.checkpoint.checkpoint_dir import check_tag
 from deepzero.checkpoint.engine_state import EngineState, class_name
-from deepzero.checkpoint.errors import CheckpointError, NoCheckpoint, own_words, reason, together
+from deepzero.checkpoint.errors import CheckpointError, NoCheckpoint, RanksDisagree, own_words, reason, together
 from deepzero.checkpoint.export import MODEL_FILE, save_gathered
 from deepzero.checkpoint.huggingface import read_foreign
 from deepzero.checkpoint.json_codec import decode
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 def _agree_on(call: str, arguments: dict[str, Any]) -> None:
     """Raise on every rank when one calls with other arguments than rank 0. A collective."""
     first = process_group.broadcast_object(arguments)
-    with together():
+    with together(error=RanksDisagree):
         for name, value in arguments.items():
             if value != first[name]:
                 other = f"{name}={value!r}, but rank 0 {first[name]!r}"

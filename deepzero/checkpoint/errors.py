@@ -28,6 +28,10 @@ class CheckpointError(RuntimeError):
         return f"{self.text}; {said_complete(self.beside)}: load it with tag={self.beside.name!r} from there"
 
 
+class RanksDisagree(CheckpointError, AssertionError):
+    """Ranks save or load with different arguments. DeepSpeed raises the other of the two for a tag."""
+
+
 class NoCheckpoint(CheckpointError):
     """Nothing has been saved there yet: what a run meets that begins."""
 

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from deepzero.checkpoint import rng
-from deepzero.checkpoint.checkpoint_dir import complete_beside, find, read_manifest
+from deepzero.checkpoint.checkpoint_dir import complete_beside
 from deepzero.checkpoint.engine_state import EngineState, class_name, flat, plain_name
 from deepzero.checkpoint.errors import CheckpointError, NoCheckpoint, naming, reason, together
 from deepzero.checkpoint.json_codec import TORCH_DTYPES, decode, tensor_names
 from deepzero.checkpoint.manifest import BUFFER, MASTER, PARAMETER, RNG, ParameterInfo, buffer_key, listed
-from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, remaining
+from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, read_own, remaining
 from deepzero.comm import process_group
 from deepzero.layout import Bucket, ParamSlot
 from deepzero.runtime.zero.optimizer_shard import ParamGroup
@@ -50,7 +50,7 @@ def open_checkpoint(
     """1 find. A collective: rank 0 looks, and all have its manifest. What is of no other format is one of ours.
 
     Raises:
-        CheckpointError: on every rank; see :func:`find`, :func:`read_manifest` and the formats.
+        CheckpointError: on every rank; see :func:`read_own` and the formats.
     """
     found: CheckpointReader | tuple[bool, str] = (False, "")
     if process_group.rank() == 0:
@@ -64,12 +64,6 @@ def open_checkpoint(
         return found
     nothing_yet, problem = found
     raise (NoCheckpoint if nothing_yet else CheckpointError)(problem)
-
-
-def read_own(load_dir: Path, tag: str | None) -> CheckpointReader:
-    """A reader of deepzero's own format."""
-    path = find(load_dir, tag)
-    return CheckpointReader(path, read_manifest(path))
 
 
 @contextlib.contextmanager
@@ -198,7 +192,7 @@ class Loader:
         with together():
             runs = self.reader.read(self._wanted())
         everyone = process_group.all_gather_object(runs)
-        if self.optimizer:
+        if self.optimizer or self.reader.checks_files:
             # What no rank has read (headers, other ranks' generators) is checked, so that no damage stays hidden.
             with together():
                 for number, (file, info) in enumerate(sorted(self.manifest.files.items())):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -31,8 +32,7 @@ from typing import Any
 
 import torch
 
-from deepzero.checkpoint.checkpoint_dir import latest_tag
-from deepzero.checkpoint.engine_state import EngineState
+from deepzero.checkpoint.checkpoint_dir import check_tag, latest_tag
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.json_codec import DTYPES, encode
 from deepzero.checkpoint.manifest import (
@@ -77,16 +77,22 @@ class _Inert:
 
 
 class TorchFileReader(CheckpointReader):
-    """Reads rows out of ``.pt`` files. Their only sums are those of the zip archive, of each tensor as a whole."""
+    """Reads rows out of ``.pt`` files, whose only sums are those of the archive: of each tensor as a whole."""
+
+    checks_files = True
 
     def check(self, file: str, runs: Iterable[Run]) -> None:
         """Compare the whole file with its sums."""
-        with zipfile.ZipFile(self.path / file) as archive:
-            if (bad := archive.testzip()) is not None:
-                raise CheckpointError(f"{self.path / file} is damaged: {bad} is not what was written")
+        try:
+            with zipfile.ZipFile(self.path / file) as archive:
+                bad = archive.testzip()
+        except (OSError, zipfile.BadZipFile, zlib.error) as error:
+            bad = str(error)
+        if bad is not None:
+            raise CheckpointError(f"{self.path / file} is damaged: {bad} is not what was written")
 
 
-def read(load_dir: Path, tag: str | None, _model: EngineState, _weights: bool) -> CheckpointReader | None:
+def read(load_dir: Path, tag: str | None, *_: Any) -> CheckpointReader | None:
     """A reader of the checkpoint of DeepSpeed's that is meant; None: it is none.
 
     Args:
@@ -97,6 +103,8 @@ def read(load_dir: Path, tag: str | None, _model: EngineState, _weights: bool) -
         CheckpointError: a file is missing or damaged, holds what is no plain data, or something of DeepSpeed's that
             deepzero has no place for.
     """
+    if tag is not None:
+        check_tag(tag)
     known = tag or latest_tag(load_dir) or latest_tag(load_dir, "latest_universal") or ""
     paths = [load_dir / tag] if tag else [load_dir, load_dir / known]
     files = {path: [file.name for file in path.glob("*mp_rank_*_states.pt")] for path in paths}
@@ -136,11 +144,7 @@ class _Checkpoint:
             self.numbers[index] |= {key: self.number(file, v) for key, v in kept.items() if not _is_vector(v)}
 
     def _by_rank(self, found: list[str], kind: str) -> list[str]:
-        """The files of one kind, in the order of ranks.
-
-        Raises:
-            CheckpointError: the model was divided among ranks, or a rank's file is missing.
-        """
+        """The files of one kind, in the order of ranks, which must be all and of a whole model."""
         matches = [(match, name) for name in found if (match := names.FILE.fullmatch(name)) and match[3] == kind]
         if any(int(match[2]) for match, _ in matches) or any(self.path.glob("*expert*")):
             raise CheckpointError(f"{self.path} is of a model that was divided (tensors, stages, experts): not here")
@@ -158,9 +162,9 @@ class _Checkpoint:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         path = self.path / file
+        if not zipfile.is_zipfile(path):
+            raise CheckpointError(f"{path} is missing, truncated, or was not written by torch.save")
         try:
-            if not zipfile.is_zipfile(path):
-                raise CheckpointError(f"{path} is missing, truncated, or was not written by torch.save")
             with FakeTensorMode(), torch.serialization.safe_globals([(_Inert, name) for name in _CLASSES]):
                 return torch.load(path, map_location="cpu", weights_only=True)
         except UnpicklingError as error:
@@ -171,8 +175,6 @@ class _Checkpoint:
                 "these with torch.serialization.add_safe_globals"
             ) from None
         except (RuntimeError, OSError, EOFError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
 
     def number(self, file: str, value: Any) -> Any:
@@ -206,7 +208,7 @@ class _Checkpoint:
                     for name, place in own[names.PARAM_SLICE_MAPPINGS][index].items()
                 ]  # fmt: skip
                 for name, *where in places:
-                    done[name] += where[-1]
+                    done[name] += where[-1]  # pieces of a parameter follow one another by rank
                     yield from ((key, name, file, value, *where) for key, value in kept.items() if _is_vector(value))
         for index, shapes in enumerate(self.shapes if not self.ranks and self.groups else ()):
             for name, shape in shapes.items():
@@ -224,8 +226,9 @@ class _Checkpoint:
         """Stage 3: what one rank has of each parameter of a sub-group: first element there and here, how many."""
         first = 0
         for name, shape in self.shapes[index].items():
-            yield name, *_part(shape, rank, len(self.ranks), first)
-            first += -(-math.prod(shape) // len(self.ranks))
+            start, numel, each = _part(shape, rank, len(self.ranks))
+            yield name, start, first, numel
+            first += each
 
     def _untrained(self) -> Iterator[tuple[Piece, tuple[int, ...]]]:
         """What is not trained: of every rank in stage 3, else whole in the one file; and its shape."""
@@ -234,7 +237,8 @@ class _Checkpoint:
             for rank, (file, said) in enumerate(self.models.items()):
                 for name, tensor in (said[names.FROZEN_PARAM_FRAGMENTS] or {}).items():
                     shape = said[names.FROZEN_PARAM_SHAPES][name]
-                    yield (PARAMETER, name, file, tensor, *_part(shape, rank, len(self.models), 0)), shape
+                    start, numel, _ = _part(shape, rank, len(self.models))
+                    yield (PARAMETER, name, file, tensor, start, 0, numel), shape
             return
         for name, tensor in self.said["module"].items():
             if name not in known:
@@ -310,17 +314,15 @@ def _base(own: Any) -> Any:
     """The state dict of the optimizer that DeepSpeed's wraps: in stage 3 under another name."""
     base = own.get(names.OPTIMIZER_STATE_DICT, own.get(names.BASE_OPTIMIZER_STATE, {}))
     if not isinstance(base, Mapping):
-        raise CheckpointError(
-            "an elastic checkpoint lacks the optimizer's settings: save it without elastic_checkpoint"
-        )
+        raise TypeError("elastic_checkpoint leaves out the optimizer's settings")
     return base
 
 
-def _part(shape: Any, rank: int, world: int, first: int) -> tuple[int, int, int]:
-    """One rank's part of a parameter that stage 3 has cut: first element there and here, how many."""
-    numel = math.prod(shape)
-    start = min(numel, rank * -(-numel // world))
-    return start, first, min(numel - start, -(-numel // world))
+def _part(shape: Any, rank: int, world: int) -> tuple[int, int, int]:
+    """One rank's part of a parameter that stage 3 has cut: first element, how many, and how many with padding."""
+    numel, each = math.prod(shape), -(-math.prod(shape) // world)
+    start = min(numel, rank * each)
+    return start, min(numel - start, each), each
 
 
 def _place(tensor: torch.Tensor) -> int:

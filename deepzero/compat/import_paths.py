@@ -26,6 +26,10 @@ _LINES = {
     "accelerator": "deepzero.compat.accelerator: *",
     "accelerator.abstract_accelerator": "deepzero.compat.accelerator: DeepSpeedAccelerator",
     "accelerator.real_accelerator": "deepzero.compat.accelerator: *",
+    "checkpoint": "deepzero.compat.checkpoint_names: *",
+    "checkpoint.constants": "deepzero.compat.checkpoint_names: *",
+    "checkpoint.ds_to_universal": "deepzero.compat.zero_to_fp32: main=convert_to_universal",
+    "checkpoint.utils": "deepzero.compat.checkpoint_names: *",
     "comm": "deepzero.compat.comm: *",
     "comm.comm": "deepzero.compat.comm: *",
     "constants": "deepzero.compat.names: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
@@ -49,6 +53,7 @@ _LINES = {
     "utils": "deepzero.utils: *; deepzero.compat.log: *",
     "utils.logging": "deepzero.compat.log: *",
     "utils.tensor_fragment": "deepzero.utils: *",
+    "utils.zero_to_fp32": "deepzero.compat.zero_to_fp32: *",
     "utils.z3_leaf_module": "deepzero.zero: *",
     "zero": "deepzero.zero: *",
     # Features that deepzero does not have.
