@@ -31,6 +31,7 @@ from deepzero.training.command_line import CommandLine
 from deepzero.training.reporting import StepTimeline, build_monitor, complete_timeline, final_facts, step_record
 from deepzero.training.resume import Command
 from deepzero.training.run_folder import join, load_start, save_if_due, stop
+from deepzero.utils.closed_pipe import exit_with
 
 
 def train(run: RunConfig, run_dir_name: str, command: Command) -> None:
@@ -91,4 +92,4 @@ def job(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    COMMAND_LINE.run(job)
+    exit_with(lambda: COMMAND_LINE.run(job))

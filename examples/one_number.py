@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from deepzero.config.run import ModelConfig
 from deepzero.models.gpt import GPT
+from deepzero.utils.closed_pipe import exit_with
 
 ROOT = Path(__file__).resolve().parents[1]
 WEIGHT, GRADIENT = 0.347, 0.021
@@ -194,4 +195,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from deepzero.comm import process_group
 from deepzero.comm.ring import Hop, Phase, all_reduce, cut, elements_sent, simulate
 from deepzero.launch.launcher import RankFailed, launch
+from deepzero.monitor.terminal import say
+from deepzero.utils.closed_pipe import exit_with
 
 
 def gradients(rank: int, world_size: int = 4, numel: int = 8) -> torch.Tensor:
@@ -119,7 +121,7 @@ def program(numel: int) -> None:
         return
     every_hop = [hop for hops, _ in reports for hop in hops]
     claims = list(check(every_hop, [result for _, result in reports], (real / world_size).tolist(), numel))
-    print(*tell(every_hop, world_size, numel), "", *claims, sep="\n")
+    say("\n".join([*tell(every_hop, world_size, numel), "", *claims]), sys.stdout)
     if not all(claim.startswith("OK") for claim in claims):
         raise SystemExit("a claim does not hold")
 
@@ -142,4 +144,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

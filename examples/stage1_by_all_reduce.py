@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import deepzero
 from deepzero.comm import process_group
 from deepzero.launch.launcher import RankFailed, launch
+from deepzero.monitor.terminal import say
+from deepzero.utils.closed_pipe import exit_with
 
 WIDTH, BATCH = 64, 8
 
@@ -100,7 +102,7 @@ def program() -> None:
     # The last ranks' parts end with padding, so rank 0's numbers are the round ones.
     lines = list(tell(scattered, reduced, process_group.world_size())) if process_group.rank() == 0 else []
     process_group.shutdown()
-    print(*lines, sep="\n", end="\n" if lines else "", flush=True)
+    say("\n".join(lines), sys.stdout)
     if any(line.startswith("FAILED") for line in lines):
         raise SystemExit("a claim does not hold")
 
@@ -122,4 +124,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

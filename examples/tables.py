@@ -20,6 +20,7 @@ from deepzero.comm.topology import Nodes
 from deepzero.layout import plan_layout
 from deepzero.planning.clusters import PRESETS, RANKS
 from deepzero.runtime.memory_model import Elements, StateSizes, predicted_memory, predicted_traffic
+from deepzero.utils.closed_pipe import exit_with
 
 GB = 1e9
 STAGES = (0, 1, 2, 3)
@@ -145,4 +146,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -24,6 +24,7 @@ from deepzero.planning.dry_run import ClusterShape
 from deepzero.planning.search_space import HEADROOM, Question
 from deepzero.training.build_model import program_of
 from deepzero.training.command_line import compose
+from deepzero.utils.closed_pipe import exit_with
 from tools import composed
 
 NOTHING = 3
@@ -98,4 +99,4 @@ def question_of(arguments: argparse.Namespace) -> Question:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -54,6 +54,8 @@ def tool(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
             return main(argv)
         except ConfigError as error:
             print(plain_names(str(error)), file=sys.stderr)
+        except BrokenPipeError:  # ``exit_with``'s affair
+            raise
         except OSError as error:
             print(error, file=sys.stderr)
         return 2

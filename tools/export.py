@@ -8,6 +8,7 @@ from pathlib import Path
 
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, PRECISIONS, export
+from deepzero.utils.closed_pipe import exit_with
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -15,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.export", description="One model out of a checkpoint.")
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or the folder that checkpoints were saved to")
     parser.add_argument("out", type=Path, help="the folder for model.safetensors")
-    parser.add_argument("--dtype", required=True, choices=list(PRECISIONS), help="of floating parameters and buffers")
+    parser.add_argument("--dtype", choices=list(PRECISIONS), help="of floating parameters and buffers; has to be given")
     parser.add_argument("--tag", help="which checkpoint of the folder; default: the one that 'latest' names")
     parser.add_argument("--max-shard-size", default=DEFAULT_MAX_SHARD, help="of one file; default: %(default)s")
     parser.add_argument("--strip-prefix", default="", metavar="PREFIX", help="take it from the front of every name")
@@ -23,6 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--force", action="store_true", help="replace a model that is there")
     parser.add_argument("--partial", action="store_true", help="leave out parameters that were not saved")
     options = parser.parse_args(arguments)
+    if options.dtype is None:
+        parser.error("say which numbers are wanted: --dtype bf16 or fp16, or --dtype fp32, the masters themselves")
     try:
         done = export(**vars(options))
     except CheckpointError as error:
@@ -35,4 +38,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -10,6 +10,8 @@ import argparse
 import json
 from pathlib import Path
 
+from deepzero.utils.closed_pipe import exit_with
+
 COLOURS = ("#1f4e9c", "#d1660a", "#2a7f3f", "#8a2f8f")
 PICTURES = (".svg", ".png", ".pdf")
 STYLES = ("-", "--", "-.", ":")
@@ -108,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

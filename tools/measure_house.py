@@ -14,19 +14,20 @@ import argparse
 import ast
 import io
 import re
-import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepzero.utils.closed_pipe import exit_with
+
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
-    "deepzero/config": (1524, 1150),
+    "deepzero/config": (1534, 1150),
     "deepzero/comm": (3476, 2720),
-    "deepzero/runtime": (3532, 3050),
+    "deepzero/runtime": (3534, 3050),
     "deepzero/runtime/zero": (5616, 4550),
     "deepzero/offload": (2801, 2500),
     "deepzero/checkpoint": (3589, 2610),
@@ -37,13 +38,13 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/profiling": (1235, 800),
     "deepzero/models": (545, 540),
     "deepzero/data": (485, 400),
-    "deepzero/training": (973, 380),
+    "deepzero/training": (976, 380),
     "deepzero/compat": (1245, 1200),
-    "deepzero": (32_202, 23_500),
-    "tools": (4736, 2700),
+    "deepzero": (32_262, 23_500),
+    "tools": (4756, 2700),
     "tools/book": (1153, 1000),
     "examples": (700, 700),
-    "tests": (27_068, 17_000),
+    "tests": (27_296, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
@@ -252,4 +253,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -5,12 +5,12 @@ Source: the engine's own code, on tensors without memory; see ``deepzero/plannin
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from deepzero.config.strict import ConfigError
 from deepzero.planning import plan
 from deepzero.planning.dry_run import dry_run
+from deepzero.utils.closed_pipe import exit_with
 from tools import composed
 
 
@@ -35,4 +35,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -16,6 +16,7 @@ from deepzero.monitor.metrics_file import put
 from deepzero.monitor.report.compare import comparison, runs_in, text_table
 from deepzero.monitor.report.run_data import Run
 from deepzero.monitor.report.sections import report
+from deepzero.utils.closed_pipe import exit_with
 
 COMPARISON = "comparison.html"
 
@@ -51,4 +52,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -31,6 +31,7 @@ from deepzero.planning.clusters import PRESETS, Cluster, find_cluster
 from deepzero.planning.simulate import simulate
 from deepzero.runtime.build import TORCH_DTYPES
 from deepzero.training.command_line import compose
+from deepzero.utils.closed_pipe import exit_with
 from tools import composed
 
 PROBE = deepzero.planning.calibrate.__file__
@@ -141,4 +142,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

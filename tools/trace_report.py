@@ -13,6 +13,7 @@ from pathlib import Path
 from deepzero.profiling.trace_events import Trace, TraceError, find_traces
 from deepzero.profiling.trace_report import page, render
 from deepzero.profiling.trace_summary import TraceSummary
+from deepzero.utils.closed_pipe import exit_with
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,4 +35,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

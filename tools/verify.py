@@ -8,6 +8,7 @@ from pathlib import Path
 
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.verify import verify, whole_beside
+from deepzero.utils.closed_pipe import exit_with
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,4 +45,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -9,6 +9,7 @@ implemented. None is ignored. DeepSpeed itself ignores unknown keys at the top l
 from __future__ import annotations
 
 import base64
+import difflib
 import functools
 import importlib
 import json
@@ -257,7 +258,9 @@ def _block(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name}={value!r} must be an object with settings")
+        switch = isinstance(value, bool) and name in ("bf16", "bfloat16", "fp16")
+        example = f', like {{"enabled": {json.dumps(value)}}}' if switch else ""
+        raise ConfigError(f"{name}={value!r} must be an object with settings{example}")
     if value.get("enabled") == "auto":
         raise ConfigError(f'{name}.enabled="auto" is for a trainer to fill in; write true or false')
     return _settled(_renamed(_chosen(value), f"{name}."), f"{name}.")
@@ -352,7 +355,12 @@ def _typed(given: Mapping[str, Any], name: str) -> tuple[str, dict[str, Any]]:
     block = given[name]
     if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
         raise ConfigError(f'{name} must be an object like {{"type": …, "params": {{…}}}}, got {block!r}')
-    _only(_settled(block, f"{name}."), ["type", "params"], name)
+    known, settled = ("type", "params"), _settled(block, f"{name}.")
+    for key in settled:
+        if key not in known and not difflib.get_close_matches(str(key), known):
+            where = f'settings of the {name} itself stand in "params": {{"type": …, "params": {{"{key}": …}}}}'
+            raise ConfigError(f"unknown config key {f'{name}.{key}'!r}: {where}")
+    _only(settled, known, name)
     params = block.get("params") or {}
     if not isinstance(params, Mapping):
         raise ConfigError(f"{name}.params={params!r} must be an object with settings")

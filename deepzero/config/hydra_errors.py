@@ -18,7 +18,7 @@ FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 
 
 def check_words(words: Sequence[str], configs: Path) -> None:
-    """Refuse a key that is given twice, a number for a group of ``configs``, a file in the run folder's place.
+    """Refuse a key that is given twice, a number for a group of ``configs``, a run folder that is a file or nameless.
 
     Raises:
         ConfigError: the first of these mistakes among ``words``; flags among them are Hydra's affair.
@@ -34,6 +34,8 @@ def check_words(words: Sequence[str], configs: Path) -> None:
         if not prefix and key in os.listdir(configs) and re.fullmatch(r"[-+\d.,]+|true|false", value, re.IGNORECASE):
             raise ConfigError(no_such_choice(configs, key, value))
         if key in FOLDERS:
+            if not value.strip("'\""):
+                raise ConfigError(f"{word}: no folder is named; write {key}=FOLDER, or leave it out")
             for path in (Path(value), *Path(value).parents):
                 if path.exists() and not path.is_dir():
                     raise ConfigError(f"{word}: {path} is a file, and the run needs a folder; choose another name")

@@ -19,12 +19,13 @@ from deepzero.utils.formatting import short_bytes, short_number
 Row = tuple[str, float | None, float, str]
 """Of the ledger: what, bytes predicted and measured, a note."""
 NOTES = {
+    "gathered": "the most at any time of a step",
     "activations": "residual of the peak",
     "snapshot": "of asynchronous saves, host memory",
     "host_states": "of offload_states",
     "host_activations": "of cpu_checkpointing",
 }
-"""On memory categories that nobody predicts."""
+"""On memory categories that are not what is held after a backward pass, or that nobody predicts."""
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -132,7 +133,8 @@ def ledger_table(report: Mapping[str, Any]) -> str:
     ``report`` is the ledger's: ``{"memory": {category: {"predicted", "measured"}}, "communication": {kind: …}}``.
     """
     held, sent = report["memory"].items(), report["communication"].values()
-    rows: list[Row] = [(name, v["predicted"], v["measured"], "") for name, v in held if v["predicted"] is not None]
+    told = lambda name, v: NOTES.get(name, "") if v["measured"] else ""
+    rows: list[Row] = [(k, v["predicted"], v["measured"], told(k, v)) for k, v in held if v["predicted"] is not None]
     rows.append(("all of these", sum(row[1] or 0 for row in rows), sum(row[2] for row in rows), ""))
     rows += [(name, None, v["measured"], NOTES.get(name, "")) for name, v in held if v["predicted"] is None]
     lines = _section("held by one rank after a backward pass", rows)

@@ -90,6 +90,8 @@ def build_optimizer(
             raise ConfigError(f"{WHERE} has both adam_w_mode and adamw_mode, which are the same; keep one")
         given["adamw_mode"] = given.pop("adam_w_mode")
     arguments = _read_arguments(cls, given)
+    if isinstance(rate := arguments.get("lr"), float) and rate < 0:
+        raise ConfigError(f"{WHERE}.lr={rate!r}: must not be negative")
     if _fused_by_default(cls, arguments, groups):
         arguments["fused"] = True
     try:

@@ -78,6 +78,8 @@ class CommandLine:
             hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(job)()
         except (HydraException, OmegaConfBaseException, ConfigError) as error:
             self._refuse(plain_names(explain(error, CONFIGS, valid_keys)))
+        except BrokenPipeError:  # ``--help | head``
+            raise
         except OSError as error:  # Hydra's: those of a run have been told
             self._refuse(str(cannot_write(Path(), error)))
         except RuntimeError as error:
@@ -219,7 +221,9 @@ def _prepare_words() -> None:
     """Refuse what Hydra would take without a word; say where Hydra makes no folder, or the one of an earlier start."""
     words = sys.argv[1:]
     check_words(words, CONFIGS)
-    sweep = bool({"-m", "--multirun"} & set(words))
+    sweep = bool(flags := [word for word in words if word in ("-m", "--multirun")])
+    # Hydra's parser takes the overrides before the flag or those behind it, and refuses the others.
+    sys.argv[1:] = [*flags[:1], *(word for word in words if word not in flags)]
     if "plan=true" in map(str.lower, words) and not sweep:
         sys.argv += NO_FOLDER  # nothing is run
     if under_launcher():

@@ -70,6 +70,9 @@ VALUES = [
      ["train_batch_size=16", "32"]),
     (["comm.reduce=exactly"], ["comm.reduce='exactly'", "'exact'"]),
     (["optimizer.lr=fast"], ["optimizer.lr='fast'"]),
+    (["optimizer.lr=-1"], ["optimizer.lr=-1.0: must not be negative"]),
+    (["hydra.run.dir="], ["hydra.run.dir=: no folder is named"]),
+    (["hydra.sweep.dir=''"], ["hydra.sweep.dir='': no folder is named"]),
     (["optimizer._target_=torch.optim.AdamX"], ["AdamX"]),
     (["optimizer._target_=torch.nn.Linear"], ["torch.nn.Linear"]),
     (["scheduler.warmup_steps=-1"], ["scheduler.warmup_steps=-1"]),
@@ -149,6 +152,11 @@ def test_on_the_command_line_there_is_one_message_and_status_2(arguments, said, 
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     assert said in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_the_flag_of_a_sweep_may_stand_between_the_settings(tmp_path):
+    done = runs.refused("launch.nproc=0", "-m", "zero.stage=1", cwd=tmp_path)
+    assert (done.status, done.err) == (2, "launch.nproc=0: must be at least 1 rank\n")
 
 
 def test_help_is_worth_reading(tmp_path):

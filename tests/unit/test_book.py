@@ -3,8 +3,6 @@
 import ast
 import importlib
 import re
-import runpy
-import sys
 from html import unescape
 
 import pytest
@@ -65,26 +63,6 @@ def test_figures_exist_and_are_shown():
     # A comment keeps the place of a figure that is still to be linked.
     kept = {f"figures/{name}.svg" for name in re.findall(r"<!-- figure: (\w+) -->", pages)}
     assert {f"figures/{path.name}" for path in (DOCS / "figures").iterdir()} <= shown | kept
-
-
-def commands():
-    """What follows ``python`` in every command of the book: a module's name behind -m, or a file."""
-    found = set()
-    for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]:
-        for command in re.findall(r"(?:^|`|\$ |&& )python (-m [\w.]+|[\w/]+\.py)", text(page), re.M):
-            found.add(command)
-    return sorted(found - {"script.py", "train.py", "-m torch.distributed.run"})
-
-
-@pytest.mark.parametrize("command", commands())
-def test_commands_of_the_book_exist(command, monkeypatch, capsys):
-    file = ROOT / (command[3:].replace(".", "/") + ".py" if command.startswith("-m ") else command)
-    assert file.is_file()
-    if "argparse" in text(file) or "parser_of" in text(file):
-        monkeypatch.setattr(sys, "argv", [str(file), "--help"])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(file), run_name="__main__")
-        assert not ended.value.code and "usage" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", reading_path(ROOT))

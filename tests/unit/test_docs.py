@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -68,24 +67,6 @@ def test_ci_finds_the_test_command_in_the_readme():
     posix = re.search(r"grep -m1 -E '([^']+)' README\.md", text(ROOT / ".ci" / "run"))[1]
     pattern = posix.replace("[[:space:]]", r"\s")  # in Python's notation, as far as .ci/run needs it
     assert [line for line in text(ROOT / "README.md").splitlines() if re.search(pattern, line)] == [COMMANDS[1]]
-
-
-def overrides():
-    """What follows ``train.py`` in every command of README and book, once each, with the page's name."""
-    found, start = {}, r"(?:\$ )?(?:python|torchrun .*|sbatch .*) ?(?<![\w/])(?:\S*/)?train\.(?:py|sbatch) (.*)"
-    for page in PAGES:
-        for line in "\n".join(fenced(page)).replace("\\\n", " ").splitlines():
-            command = re.match(start, line)
-            if command and "--" not in command[1] and "…" not in command[1]:
-                found.setdefault(command[1].partition(" #")[0].strip(), page.name)
-    return sorted(found.items())
-
-
-@pytest.mark.parametrize(("arguments", "page"), overrides())
-def test_commands_compose(arguments, page):
-    words = [word for word in shlex.split(arguments) if word != "-m"]
-    first = [re.sub(r"=([^\[,]+),.*", r"=\1", word) for word in words]  # of a sweep, the first point
-    assert isinstance(run_config(*first), RunConfig)
 
 
 def settings_of(config, prefix=""):

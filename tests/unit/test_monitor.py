@@ -162,6 +162,9 @@ def test_the_table_shows_both_numbers_and_the_padding():
     for predicted, measured, ratio in ((0, 0, "-"), (0, 5, "inf"), (4, 5, "1.2500")):
         report = {"memory": {"masters": {"predicted": predicted, "measured": measured}}, "communication": {}}
         assert ledger_table(report).splitlines()[1].split()[-1] == ratio
+    for held, told in ((0, False), (5, True)):  # of what is gathered the row has the most, not what is held at the end
+        report = {"memory": {"gathered": {"predicted": 5, "measured": held}}, "communication": {}}
+        assert ("at any time of a step" in ledger_table(report)) == told
     assert (short_number(1234567), short_number(0.5), short_bytes(2.5e9)) == ("1.23M", "0.5", "2.5 GB")
 
 

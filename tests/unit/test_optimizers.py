@@ -107,7 +107,7 @@ class TestArguments:
         ("AdamW", {"lr": "auto"}, r"optimizer.params.lr='auto' must be a number"),
         ("AdamW", {"betas": 0.9}, r"optimizer.params.betas=0.9 must be a list of 2 numbers"),
         ("AdamW", {"amsgrad": "yes"}, r"optimizer.params.amsgrad='yes' must be true or false"),
-        ("AdamW", {"lr": -1.0}, r"optimizer AdamW\(lr=-1.0.*cannot be built: Invalid learning rate"),
+        ("AdamW", {"lr": -1.0}, r"optimizer.params.lr=-1.0: must not be negative"),
         ("AdamW", {"betas": [0.9]}, r"betas=\[0.9\] must be a list of 2 numbers"),
         ("AdamW", {"max_grad_norm": 1.0}, r"max_grad_norm=1.0: set gradient_clipping instead"),
         ("Adam", {"bias_correction": False}, r"bias_correction=False is not implemented"),

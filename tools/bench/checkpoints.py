@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from deepzero.utils.closed_pipe import exit_with
 from tools.bench.engines import deepspeed_of, settings_of, step_of
 from tools.bench.timing import parser_of, timed
 from tools.bench.workload import TINY, Workload, batch, build_model, tokens_for
@@ -108,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

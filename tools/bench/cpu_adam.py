@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -23,6 +22,7 @@ from statistics import median
 import torch
 
 from deepzero.ops import CPUAdam
+from deepzero.utils.closed_pipe import exit_with
 from tools.bench.engines import quiet_deepspeed
 from tools.bench.report import print_machine, table
 from tools.bench.timing import interleaved, parser_of, threads
@@ -122,4 +122,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

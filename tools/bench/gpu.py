@@ -42,6 +42,7 @@ from typing import Any
 
 from deepzero.layout import bucket_limit
 from deepzero.offload.pinned_arena import available_host_bytes
+from deepzero.utils.closed_pipe import exit_with
 from tools.bench import report
 from tools.bench.contenders import BOTH, OFFLOAD, Contender, Variant
 from tools.bench.launch import GIB, ROOT, Outcome, Plan, end_all, end_on_signals, run_variant, start, tail
@@ -532,4 +533,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     end_on_signals()
-    sys.exit(main())
+    exit_with(main)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import deepzero
+from deepzero.utils.closed_pipe import exit_with
 from tools.bench.report import columns
 from tools.bench.timing import parser_of, positive, threads, timed
 
@@ -60,4 +61,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

@@ -33,6 +33,7 @@ from deepzero.config.run import LoggerConfig, ModelConfig
 from deepzero.models.gpt import GPT
 from deepzero.monitor.async_logger import Background
 from deepzero.monitor.monitor import Monitor, Workload, make_monitor
+from deepzero.utils.closed_pipe import exit_with
 from tools.bench.report import print_machine, table
 from tools.bench.timing import natural, parser_of, threads, timed
 
@@ -139,4 +140,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

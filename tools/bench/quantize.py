@@ -14,7 +14,6 @@ compare medians.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from statistics import median
 import torch
 
 from deepzero.comm.quantization import Format, Quantizer
+from deepzero.utils.closed_pipe import exit_with
 from tools.bench.rank import synchronize
 from tools.bench.report import print_machine, table
 from tools.bench.timing import interleaved, multiple_of, parser_of, threads
@@ -102,4 +102,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

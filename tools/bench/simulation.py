@@ -34,6 +34,7 @@ from deepzero.planning.calibrate import probe
 from deepzero.planning.clusters import Cluster
 from deepzero.planning.dry_run import ClusterShape, TrainStep, dry_run
 from deepzero.planning.simulate import simulate
+from deepzero.utils.closed_pipe import exit_with
 from tools.bench import report
 from tools.bench.timing import multiple_of, parser_of, timed
 from tools.bench.workload import Workload
@@ -134,4 +135,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from deepzero.utils.closed_pipe import exit_with
 from tools.bench import report
 from tools.bench.contenders import CONTENDERS, FLOOR, Contender, Variant, by_name
 from tools.bench.launch import Outcome, Plan, end_on_signals, run_variant
@@ -210,4 +211,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     end_on_signals()
-    sys.exit(main())
+    exit_with(main)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from deepzero.utils.closed_pipe import exit_with
 from tools.bench.engines import settings_of, step_of
 from tools.bench.report import table
 from tools.bench.timing import parser_of, timed
@@ -173,4 +174,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

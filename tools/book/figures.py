@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -41,6 +40,7 @@ from deepzero.runtime.zero.partitioned_bucket import ZeroParamStatus
 from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER
 from deepzero.training.build_model import build_model, program_of
 from deepzero.training.command_line import compose, with_fallback_batch
+from deepzero.utils.closed_pipe import exit_with
 from deepzero.utils.formatting import short_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -728,4 +728,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -1,0 +1,42 @@
+"""``… | head -1``: a program that is read by another one ends quietly when the other has read enough.
+
+Python turns the write that nobody will read into a ``BrokenPipeError`` with a traceback, and says one more line when it
+flushes what is left at its own end. A shell's programs end without a word there, and so do deepzero's.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+
+def exit_with(main: Callable[[], int | None]) -> NoReturn:
+    """Call ``main`` and leave with its exit status; with SIGPIPE's, 141, where nobody reads standard output any more.
+
+    Raises:
+        SystemExit: always, unless ``main`` raises another error, a ``BrokenPipeError`` of another pipe included.
+    """
+    status: int | str | None = 0
+    try:
+        try:
+            status = main()
+        except SystemExit as ended:  # argparse's, after --help
+            status = ended.code
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        # What is left in the buffer has to go somewhere when the interpreter flushes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 128 + signal.SIGPIPE
+    sys.exit(status)
+
+
+def _nobody_reads() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # the other end's going away is always told
+    return bool(poll.poll(0))
