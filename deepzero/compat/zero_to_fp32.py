@@ -13,16 +13,18 @@ import json
 import logging
 import shutil
 import tempfile
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from deepzero.checkpoint.checkpoint_dir import is_complete
 from deepzero.checkpoint.errors import CheckpointError
-from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, PRECISIONS, TensorPlan, divide, export, parse_size
-from deepzero.checkpoint.json_codec import DTYPES
+from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, PRECISIONS, export
 from deepzero.checkpoint.manifest import BUFFER, listed
 from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, read_own
 from deepzero.compat import deepspeed_checkpoint
@@ -41,18 +43,13 @@ if __name__ == "__main__":
 
 @dataclasses.dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that :meth:`contiguous` reads; floating ones are fp32."""
+    """A tensor that :meth:`contiguous` reads; ``dtype`` is that of what is read, fp32 for floating ones."""
 
     reader: CheckpointReader
     key: str
     name: str
     shape: torch.Size
-    stored: torch.dtype
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of what is read."""
-        return torch.float32 if self.stored.is_floating_point else self.stored
+    dtype: torch.dtype
 
     def contiguous(self) -> torch.Tensor:
         """The values, on the CPU."""
@@ -87,14 +84,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     reader = _open(checkpoint_dir, tag, exclude_frozen_parameters)
     found: dict[str, LazyTensor] = {}
+
+    def add(key: str, name: str, shape: Iterable[int], aliases: Iterable[str] = ()) -> None:
+        _, stored = reader.extent(key, name) or (0, torch.float32 if 0 in shape else None)
+        if stored is not None:
+            dtype = torch.float32 if stored.is_floating_point else stored
+            found.update(dict.fromkeys((name, *aliases), LazyTensor(reader, key, name, torch.Size(shape), dtype)))
+
     for name, info in reader.manifest.parameters.items():
-        numel, stored = reader.extent(info.values_key, name) or (0, torch.float32)
-        if numel == info.numel:
-            lazy = LazyTensor(reader, info.values_key, name, torch.Size(info.shape), stored)
-            found.update(dict.fromkeys((name, *info.aliases), lazy))
+        add(info.values_key, name, info.shape, info.aliases)
     for name, buffer in reader.manifest.buffers.items():
-        _, stored = reader.extent(BUFFER, name) or (0, torch.float32)
-        found[name] = LazyTensor(reader, BUFFER, name, torch.Size(buffer["shape"]), stored)
+        add(BUFFER, name, buffer["shape"])
     made = {} if lazy_mode else {lazy.name: lazy.contiguous() for lazy in found.values()}
     return {name: lazy if lazy_mode else made[lazy.name] for name, lazy in found.items()}
 
@@ -106,10 +106,7 @@ def load_state_dict_from_zero_checkpoint(
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     missing, unexpected = model.cpu().load_state_dict(state, strict=False)
     if missing or unexpected:
-        log.warning(
-            "%s: %d of the model's tensors are not there (%s), %d of its own not in the model (%s)",
-            checkpoint_dir, len(missing), listed(missing), len(unexpected), listed(unexpected),
-        )  # fmt: skip
+        log.warning("%s: not there: %s; not in the model: %s", checkpoint_dir, listed(missing), listed(unexpected))
     return model
 
 
@@ -122,48 +119,42 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write a checkpoint's model in ``dtype``: ``pytorch_model.bin`` by ``torch.save``, or safetensors, and an index.
+    """Write a checkpoint's model in ``dtype``: as ``pytorch_model.bin``, by ``torch.save``, or as safetensors.
 
     Args:
-        checkpoint_dir: as in :func:`get_fp32_state_dict_from_zero_checkpoint`, like ``tag`` and
-            ``exclude_frozen_parameters``.
-        output_dir: made if it is not there; a model that is there is replaced when the new one is whole.
-        dtype: torch's, or ``fp32``, ``bf16``, ``fp16``, ``float32`` … Integers stay what they are.
-        max_shard_size: of one file; None: one file.
-        safe_serialization: write safetensors, which :func:`~deepzero.checkpoint.export.export` does in pieces.
-        tag: see above.
-        exclude_frozen_parameters: see above.
+        checkpoint_dir: the folder that checkpoints were saved to.
+        output_dir: made if it is not there; a model that is there is replaced.
+        dtype: of floating tensors: torch's, or ``fp32``, ``bf16``, ``fp16``, ``float32`` …
+        max_shard_size: a larger model is divided among several files and an index; None: never.
+        safe_serialization: write safetensors.
+        tag: which checkpoint; None: the one that ``latest`` names.
+        exclude_frozen_parameters: leave out what was not trained.
     """
     known = {str(kind).removeprefix("torch."): name for name, kind in PRECISIONS.items()} | {p: p for p in PRECISIONS}
     if (word := str(dtype).removeprefix("torch.")) not in known:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(known)}")
-    most = parse_size(max_shard_size if max_shard_size is not None else 1 << 62)
+    write = partial(
+        export, checkpoint_dir, dtype=known[word], tag=tag, max_shard_size=max_shard_size or 1 << 62, force=True,
+        partial=True, read=lambda folder, name: _open(folder, name, exclude_frozen_parameters),
+    )  # fmt: skip
+    out = Path(output_dir)
     if safe_serialization:
-        opened = lambda folder, name: _open(folder, name, exclude_frozen_parameters)
-        export(
-            checkpoint_dir, output_dir, known[word], tag=tag, max_shard_size=most, force=True, partial=True, read=opened
-        )
+        write(out)
         return
-    lazy = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
-    kind = {name: PRECISIONS[known[word]] if t.dtype.is_floating_point else t.dtype for name, t in lazy.items()}
-    by_values: dict[str, list[str]] = {}
-    for name, tensor in lazy.items():
-        by_values.setdefault(tensor.name, []).append(name)
-    plans = [TensorPlan(n, DTYPES[kind[n]], lazy[n].shape, tuple(more)) for n, *more in by_values.values()]
-    files, out = divide(plans, most), Path(output_dir)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as hidden:
-        where = {}
-        for number, group in enumerate(files, 1):
-            file = "pytorch_model.bin" if len(files) == 1 else f"pytorch_model-{number:05d}-of-{len(files):05d}.bin"
-            values = {plan: lazy[plan.name].contiguous().to(kind[plan.name]) for plan in group}
-            named = {name: value for plan, value in values.items() for name in (plan.name, *plan.aliases)}
-            torch.save(named, Path(hidden) / file)
-            where.update(dict.fromkeys(named, file))
-        if len(files) > 1:
-            index = {"metadata": {"total_size": sum(plan.nbytes for plan in plans)}, "weight_map": where}
-            (Path(hidden) / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        for path in sorted(Path(hidden).iterdir(), reverse=True):
+        source, made = Path(hidden), dict[str, str]()
+        written = write(source / "safetensors")
+        for file in written.files:
+            with safe_open(written.folder / file, "pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                tensors |= {tied: tensors[name] for tied, name in opened.metadata().items() if name in tensors}
+            made |= dict.fromkeys(tensors, name := f"pytorch_{file.removesuffix('.safetensors')}.bin")
+            torch.save(tensors, source / name)
+        if len(written.files) > 1:
+            index = {"metadata": {"total_size": written.bytes}, "weight_map": made}
+            (source / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        for path in sorted(source.glob("pytorch_model*"), reverse=True):  # the file that is opened first comes last
             path.replace(out / path.name)
 
 
