@@ -54,6 +54,8 @@ def install() -> None:
     folder = str(STAND_IN)
     kept = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place not in ("", folder)]
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, *kept])
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        os.environ.setdefault("DEEPZERO_DEVICE", "cpu")
     sys.path[:] = [folder, *(place for place in sys.path if place != folder)]
     sys.modules["deepspeed"] = module_from_spec(finder.spec("deepspeed"))
 
@@ -70,12 +72,14 @@ class StandInModule(types.ModuleType):
 
     def _find(self, name: str) -> Any:
         for home, names in MODULES[self.__name__]:
-            if home.startswith("!"):
-                if name in names:
-                    return refused_class(name, home[1:])
-            elif name in names or ("*" in names and not name.startswith("_")):
+            if name in names and home == "=":
+                return names[name] if names[name] != name else name.lower()
+            if name in names and home.startswith("!"):
+                return refused_class(name, home[1:])
+            if name in names or ("*" in names and not name.startswith("_")):
                 found = getattr(importlib.import_module(home), names.get(name, name), _NOTHING)
-                if found is not _NOTHING and (name in names or not isinstance(found, types.ModuleType)):
+                # Behind a star a module is what the home itself has imported, or lies in its folder.
+                if found is not _NOTHING and (name in names or not _is_module(found)):
                     return found
         if f"{self.__name__}.{name}" in MODULES:
             return importlib.import_module(f"{self.__name__}.{name}")
@@ -86,10 +90,14 @@ class StandInModule(types.ModuleType):
             *self.__dict__,
             *(path.rpartition(".")[2] for path in MODULES if path.rpartition(".")[0] == self.__name__),
         }
-        for home, names in MODULES[self.__name__]:
-            here = dir(importlib.import_module(home)) if "*" in names else ()
-            found.update((name for name in here if not name.startswith("_")), names)
+        for home in (importlib.import_module(home) for home, names in MODULES[self.__name__] if "*" in names):
+            found.update(name for name in dir(home) if name[0] != "_" and not _is_module(vars(home).get(name)))
+        found.update(*(names for _, names in MODULES[self.__name__]))
         return iter(sorted(found - {"*"}))
+
+
+def _is_module(value: Any) -> bool:
+    return type(value) is types.ModuleType  # not one of ours, which stand for names of DeepSpeed's
 
 
 _NOTHING = object()

@@ -21,6 +21,7 @@ classes become an empty one, which keeps their attributes. Any other name in a p
 from __future__ import annotations
 
 import math
+import re
 import zipfile
 import zlib
 from collections import Counter
@@ -50,8 +51,9 @@ from deepzero.checkpoint.manifest import (
     row_problems,
 )
 from deepzero.checkpoint.reader import CheckpointReader, Run, read_rows
-from deepzero.compat import checkpoint_names as names
 
+_FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_?(model|optim)_states\.pt")
+"""A file's rank (none where one file serves all), its place in a model that is divided, and what it holds."""
 _CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -61,8 +63,8 @@ _CLASSES = (
 """What DeepSpeed pickles besides tensors, containers and numbers."""
 _OWN = {
     "module", "optimizer", "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "dp_world_size",
-    "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", names.DS_VERSION, names.BUFFER_NAMES,
-    names.PARAM_SHAPES, names.FROZEN_PARAM_SHAPES, names.FROZEN_PARAM_FRAGMENTS, *COUNTERS,
+    "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "buffer_names",
+    "param_shapes", "frozen_param_shapes", "frozen_param_fragments", *COUNTERS,
 }  # fmt: skip
 """Keys of a ``model_states`` file that are DeepSpeed's; the others are the caller's client state."""
 
@@ -126,14 +128,14 @@ class _Checkpoint:
         models, optims = (self._by_rank(found, kind) for kind in ("model", "optim"))
         self.models = {file: self.load(file) for file in models}
         self.first, self.said = models[0], self.models[models[0]]
-        self.shapes: list[dict[str, Any]] = self.said[names.PARAM_SHAPES] or []
-        self.ranks = {file: self.load(file)[names.OPTIMIZER_STATE_DICT] for file in optims}
+        self.shapes: list[dict[str, Any]] = self.said["param_shapes"] or []
+        self.ranks = {file: self.load(file)["optimizer_state_dict"] for file in optims}
         file, own = next(iter(self.ranks.items()), ("", {}))
         if (path / "zero").is_dir():
             file = "zero/optimizer_state.pt"
             own = self.load(file)
-        self.scaler, base = getattr(own.get(names.LOSS_SCALER), "__dict__", None), _base(own)
-        groups = own.get(names.PARAM_GROUPS, base.get(names.PARAM_GROUPS, []))
+        self.scaler, base = getattr(own.get("loss_scaler"), "__dict__", None), _base(own)
+        groups = own.get("param_groups", base.get("param_groups", []))
         self.groups = [{key: self.number(file, value) for key, value in group.items()} for group in groups]
         self.numbers: dict[int, dict[str, Any]] = {index: {} for index in range(len(self.shapes))}
         """What the optimizer keeps besides vectors, for each flat tensor: of rank 0, like all ranks'."""
@@ -145,7 +147,7 @@ class _Checkpoint:
 
     def _by_rank(self, found: list[str], kind: str) -> list[str]:
         """The files of one kind, in the order of ranks, which must be all and of a whole model."""
-        matches = [(match, name) for name in found if (match := names.FILE.fullmatch(name)) and match[3] == kind]
+        matches = [(match, name) for name in found if (match := _FILE.fullmatch(name)) and match[3] == kind]
         if any(int(match[2]) for match, _ in matches) or any(self.path.glob("*expert*")):
             raise CheckpointError(f"{self.path} is of a model that was divided (tensors, stages, experts): not here")
         by_rank = sorted((int(match[1] or 0), name) for match, name in matches)
@@ -200,12 +202,12 @@ class _Checkpoint:
         """Masters and moments of what is trained, whether or not they are needed."""
         done: Counter[str] = Counter()
         for rank, (file, own) in enumerate(self.ranks.items()):
-            masters = own.get(names.FP32_FLAT_GROUPS) or own[names.SINGLE_PARTITION_OF_FP32_GROUPS]
+            masters = own.get("fp32_flat_groups") or own["single_partition_of_fp32_groups"]
             for index, master in enumerate(masters):
                 kept = {MASTER: master, **_base(own)["state"].get(index, {})}
-                places = self._partitions(index, rank) if names.FP32_FLAT_GROUPS in own else [
+                places = self._partitions(index, rank) if "fp32_flat_groups" in own else [
                     (name, done[name], place.start, place.numel)
-                    for name, place in own[names.PARAM_SLICE_MAPPINGS][index].items()
+                    for name, place in own["param_slice_mappings"][index].items()
                 ]  # fmt: skip
                 for name, *where in places:
                     done[name] += where[-1]  # pieces of a parameter follow one another by rank
@@ -215,9 +217,9 @@ class _Checkpoint:
                 for path in sorted((self.path / "zero" / name).glob("*.pt")):
                     file = path.relative_to(self.path).as_posix()
                     content = self.load(file)
-                    value = content[names.PARAM] if isinstance(content, Mapping) else content
+                    value = content["param"] if isinstance(content, Mapping) else content
                     if _is_vector(value):
-                        key = MASTER if path.stem == names.FP32_WEIGHT_KEY else path.stem
+                        key = MASTER if path.stem == "fp32" else path.stem
                         yield key, name, file, value, 0, 0, math.prod(shape)
                     else:
                         self.numbers[index][path.stem] = self.number(file, value)
@@ -232,11 +234,11 @@ class _Checkpoint:
 
     def _untrained(self) -> Iterator[tuple[Piece, tuple[int, ...]]]:
         """What is not trained: of every rank in stage 3, else whole in the one file; and its shape."""
-        known = {*self.said[names.BUFFER_NAMES], *(self.said.get("shared_params") or {})}.union(*self.shapes)
+        known = {*self.said["buffer_names"], *(self.said.get("shared_params") or {})}.union(*self.shapes)
         if len(self.models) > 1 or self.first.startswith("zero_pp"):
             for rank, (file, said) in enumerate(self.models.items()):
-                for name, tensor in (said[names.FROZEN_PARAM_FRAGMENTS] or {}).items():
-                    shape = said[names.FROZEN_PARAM_SHAPES][name]
+                for name, tensor in (said["frozen_param_fragments"] or {}).items():
+                    shape = said["frozen_param_shapes"][name]
                     start, numel, _ = _part(shape, rank, len(self.models))
                     yield (PARAMETER, name, file, tensor, start, 0, numel), shape
             return
@@ -249,7 +251,7 @@ class _Checkpoint:
     def manifest(self) -> Manifest:
         """Everything but the elements, as a checkpoint of our own would have it."""
         buffers, module = {}, self.said["module"]
-        for name in self.said[names.BUFFER_NAMES]:
+        for name in self.said["buffer_names"]:
             dtype = self.row((BUFFER, name, self.first, module[name], 0, 0, module[name].numel()))
             buffers[name] = {"shape": list(module[name].shape), "dtype": dtype}
         tensors: dict[str, torch.Tensor] = {}
@@ -312,7 +314,7 @@ class _Checkpoint:
 
 def _base(own: Any) -> Any:
     """The state dict of the optimizer that DeepSpeed's wraps: in stage 3 under another name."""
-    base = own.get(names.OPTIMIZER_STATE_DICT, own.get(names.BASE_OPTIMIZER_STATE, {}))
+    base = own.get("optimizer_state_dict", own.get("base_optimizer_state", {}))
     if not isinstance(base, Mapping):
         raise TypeError("elastic_checkpoint leaves out the optimizer's settings")
     return base

@@ -1,11 +1,12 @@
 """DeepSpeed's import paths, and where deepzero has what scripts take from them. One line for each of its modules.
 
 A module's line names homes in deepzero and what is taken from each: ``home: name name``, with ``there=here`` where
-deepzero calls a thing otherwise and ``*`` for all that a home has. Homes are imported when a name is asked for, the
-first that has it wins. An empty line is a module that scripts import for what is below it.
+deepzero calls a thing otherwise and ``*`` for all public names of a home. Homes are imported when a name is asked for;
+the first that has it wins. An empty line is a module that scripts import for what is below it.
 
-What deepzero does not have on purpose stands behind ``!`` and the feature that it lacks: such names can be imported, as
-scripts import more than they use, and raise when they are called.
+Two homes are none. ``=`` has words: a name's is what stands behind it, else the name in small letters. ``!`` and a
+feature stand before what deepzero does not have on purpose: such names can be imported, subclassed and asked about by
+``isinstance``, as scripts import more than they use, and raise when they are called.
 """
 
 from __future__ import annotations
@@ -16,60 +17,112 @@ DIFFERENCES = "docs/coming_from_deepspeed.md"
 VERSION = "0.19.8"
 """The release of DeepSpeed that deepzero answers for."""
 
+_ADAM = "deepzero.ops.adam: *; !ZenFlow: ZenFlowCPUAdam ZenFlowSelectiveAdamW"
+_COMM = "deepzero.compat.comm: *; deepzero.compat.accelerator: get_accelerator; deepzero.compat.log: *"
+_ESTIMATES = "!estimate by DeepSpeed's formula (tools/plan.py has its own): "
+_INTERNALS = "!such step of its own: "
 _LINES = {
-    "": "deepzero: DeepSpeedEngine initialize init_distributed add_config_arguments; "
-    "deepzero.compat.names: * __version__ __version_major__ __version_minor__ __version_patch__ __git_hash__ "
-    "__git_branch__; "
-    "deepzero.compat.accelerator: get_accelerator; deepzero.compat.log: logger log_dist; "
-    "!inference engine: init_inference InferenceEngine; !tensor parallelism: tp_model_init; "
-    "!pipeline parallelism: PipelineModule PipelineEngine",
+    "": "deepzero: DeepSpeedEngine initialize init_distributed add_config_arguments; deepzero.compat.names: *; "
+    "deepzero.compat.names: __version__ __version_major__ __version_minor__ __version_patch__ __git_hash__ "
+    "__git_branch__; deepspeed.utils: log_dist logger get_accelerator; deepspeed.comm: dist=comm; "
+    "deepspeed.runtime.config: DeepSpeedConfigError; deepspeed.pipe: PipelineModule; "
+    "!inference engine: init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config; "
+    "!tensor parallelism: tp_model_init set_autotp_mode; !pipeline parallelism: PipelineEngine; "
+    "!hybrid engine: DeepSpeedHybridEngine; !transformer kernels: DeepSpeedTransformerLayer "
+    "DeepSpeedTransformerConfig replace_transformer_layer; !data loader of its own: DeepSpeedDataLoader",
     "accelerator": "deepzero.compat.accelerator: *",
     "accelerator.abstract_accelerator": "deepzero.compat.accelerator: DeepSpeedAccelerator",
     "accelerator.real_accelerator": "deepzero.compat.accelerator: *",
-    "checkpoint": "deepzero.compat.checkpoint_names: *",
-    "checkpoint.constants": "deepzero.compat.checkpoint_names: *",
+    "checkpoint": "deepspeed.checkpoint.constants: *; deepspeed.checkpoint.utils: *",
+    "checkpoint.constants": "=: BASE_OPTIMIZER_STATE CLIP_GRAD DS_VERSION FP32_FLAT_GROUPS FP32_GROUPS LOSS_SCALER "
+    "OPTIMIZER_STATE_DICT PARAM PARAM_GROUPS PARAM_SHAPES SINGLE_PARTITION_OF_FP32_GROUPS UNIVERSAL_CHECKPOINT_INFO "
+    "ZERO_STAGE PARTITION_COUNT BUFFER_NAMES",
     "checkpoint.ds_to_universal": "deepzero.compat.zero_to_fp32: main=convert_to_universal",
-    "checkpoint.utils": "deepzero.compat.checkpoint_names: *",
-    "comm": "deepzero.compat.comm: *",
-    "comm.comm": "deepzero.compat.comm: *",
+    "checkpoint.utils": "deepzero.compat.checkpoint_utils: *",
+    "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing: *",
+    "comm": _COMM,
+    "comm.comm": _COMM,
     "constants": "deepzero.compat.names: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
-    "git_version_info": "deepzero.compat.names: version git_hash git_branch",
+    "git_version_info": "deepzero.compat.names: version git_hash git_branch torch_info",
     "launcher": "",
-    "launcher.runner": "deepzero.compat.names: DEEPSPEED_ENVIRONMENT_NAME",
-    "ops": "deepzero.compat.names: __compatible_ops__",
-    "ops.adam": "deepzero.ops.adam: *",
-    "ops.adam.cpu_adam": "deepzero.ops.adam: *",
-    "ops.adam.fused_adam": "deepzero.ops.adam: *",
-    "runtime": "",
-    "runtime.activation_checkpointing": "",
-    "runtime.base_optimizer": "",
-    "runtime.config": "deepzero.config.strict: DeepSpeedConfigError=ConfigError",
-    "runtime.engine": "deepzero: DeepSpeedEngine",
-    "runtime.fp16": "",
-    "runtime.fp16.loss_scaler": "deepzero.runtime.loss_scaler: *",
-    "runtime.lr_schedules": "deepzero.runtime.lr_schedules: *",
-    "runtime.zero": "deepzero.zero: *",
-    "runtime.zero.partition_parameters": "deepzero.zero: *",
-    "utils": "deepzero.utils: *; deepzero.compat.log: *",
-    "utils.logging": "deepzero.compat.log: *",
-    "utils.tensor_fragment": "deepzero.utils: *",
-    "utils.zero_to_fp32": "deepzero.compat.zero_to_fp32: *",
-    "utils.z3_leaf_module": "deepzero.zero: *",
-    "zero": "deepzero.zero: *",
-    # Features that deepzero does not have.
-    "inference": "!inference engine: InferenceEngine",
+    "launcher.runner": "=: DEEPSPEED_ENVIRONMENT_NAME=.deepspeed_env; !launcher beside torchrun: main parse_args",
     "moe": "",
     "moe.layer": "!mixture of experts: MoE",
+    "moe.utils": "deepzero.compat.utilities: is_moe_param split_params_into_different_moe_groups_for_optimizer",
+    "ops": "deepzero.compat.utilities: __compatible_ops__=compatible_ops",
+    "ops.adam": _ADAM,
+    "ops.adam.cpu_adam": _ADAM,
+    "ops.adam.fused_adam": _ADAM,
+    "ops.aio": "deepspeed.ops.op_builder: *",
+    "ops.lamb": "!Lamb: FusedLamb",
+    "ops.lion": "!Lion: FusedLion DeepSpeedCPULion",
+    "ops.adagrad": "!Adagrad on the host: DeepSpeedCPUAdagrad",
+    "ops.op_builder": "deepzero.compat.utilities: *",
+    "ops.op_builder.cpu": "deepspeed.ops.op_builder: *",
+    "ops.op_builder.cuda": "deepspeed.ops.op_builder: *",
     "pipe": "!pipeline parallelism: PipelineModule LayerSpec TiedLayerSpec",
+    "runtime": "",
+    "runtime.activation_checkpointing": "",
+    "runtime.activation_checkpointing.checkpointing": "deepzero.compat.utilities: checkpoint configure "
+    "non_reentrant_checkpoint=checkpoint",
+    "runtime.base_optimizer": "",
+    "runtime.bf16_optimizer": "!optimizer wrapper: BF16_Optimizer",
+    "runtime.config": "deepzero.config.strict: DeepSpeedConfigError=ConfigError; =: ADAM_OPTIMIZER=adam "
+    "ADAMW_OPTIMIZER=adamw",
+    "runtime.constants": "=: ROUTE_TRAIN=train ROUTE_PREDICT=predict ROUTE_EVAL=eval TRAIN_BATCH_SIZE OPTIMIZER FP16 "
+    "TRAIN_MICRO_BATCH_SIZE_PER_GPU GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING SCHEDULER BFLOAT16=bf16",
+    "runtime.dataloader": "deepzero.compat.utilities: RepeatingLoader; !data loader of its own: DeepSpeedDataLoader",
+    "runtime.engine": "deepzero: DeepSpeedEngine; !timers: EngineTimers",
+    "runtime.fp16": "",
+    "runtime.fp16.fused_optimizer": "!optimizer wrapper: FP16_Optimizer",
+    "runtime.fp16.loss_scaler": "deepzero.runtime.loss_scaler: *",
+    "runtime.fp16.unfused_optimizer": "!optimizer wrapper: FP16_UnfusedOptimizer",
+    "runtime.lr_schedules": "deepzero.runtime.lr_schedules: *",
+    "runtime.pipe": "deepspeed.pipe: *",
+    "runtime.pipe.engine": "!pipeline parallelism: PipelineEngine",
+    "runtime.pipe.module": "deepspeed.pipe: *",
+    "runtime.pipe.topology": "!pipeline parallelism: PipeDataParallelTopology PipeModelDataParallelTopology "
+    "ProcessTopology",
+    "runtime.swap_tensor": "!offload to NVMe: MIN_SWAPPABLE_BYTES",
+    "runtime.utils": "deepzero.compat.utilities: move_to_device see_memory_usage set_random_seed "
+    f"required_torch_version; {_INTERNALS} CheckOverflow call_to_str clip_grad_norm_ get_global_norm get_weight_norm "
+    "DummyOptim; !pipeline parallelism: partition_balanced partition_uniform PartitionedTensor",
+    "runtime.zero": "deepzero.zero: *",
+    "runtime.zero.linear": f"{_INTERNALS} LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap",
+    "runtime.zero.parameter_offload": f"{_INTERNALS} DeepSpeedZeRoOffload ZeROOrderedDict",
+    "runtime.zero.partition_parameters": "deepzero.zero: *; torch: _orig_torch_arange=arange; "
+    "deepzero.compat.utilities: zero_wrapper_for_fp_tensor_constructor; deepzero.compat.accelerator: get_accelerator; "
+    "deepspeed.runtime.zero.linear: zero3_linear_wrap; "
+    f"{_INTERNALS} AllGatherCoalescedHandle AllGatherHandle InsertPostInitMethodToModuleSubClasses "
+    "MultipleAllGatherHandles",
+    "runtime.zero.partitioned_param_coordinator": "deepzero.runtime.zero.partitioned_param_coordinator: "
+    "PartitionedParameterCoordinator InflightParamRegistry",
+    "runtime.zero.stage3": "deepzero.zero: *; "
+    f"{_ESTIMATES} estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_live "
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "runtime.zero.stage_1_and_2": f"{_INTERNALS} split_half_float_double; {_ESTIMATES} "
+    "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_live "
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "utils": "deepzero.utils: *; deepzero.compat.log: *; deepzero.compat.groups: *; "
+    "deepzero.compat.utilities: RepeatingLoader; deepzero.compat.accelerator: get_accelerator",
+    "utils.groups": "deepzero.compat.groups: *",
+    "utils.init_on_device": "",
+    "utils.logging": "deepzero.compat.log: *",
+    "utils.tensor_fragment": "deepzero.utils: *",
+    "utils.timer": "!timers: NoopTimer SynchronizedWallClockTimer ThroughputTimer",
+    "utils.torch": "deepzero.compat.utilities: required_torch_version",
+    "utils.z3_leaf_module": "deepzero.zero: *",
+    "utils.zero_to_fp32": "deepzero.compat.zero_to_fp32: *",
+    "zero": "deepspeed.runtime.zero: *",
 }
 
 
 def _read(line: str) -> list[tuple[str, dict[str, str]]]:
     """A line's homes, and for each the names here by the names there."""
-    homes = [part.partition(": ") for part in line.split("; ") if part]
+    homes = [part.split(":") for part in line.split("; ") if part]
     return [
         (home, {there: here or there for there, _, here in (name.partition("=") for name in names.split())})
-        for home, _, names in homes
+        for home, names in homes
     ]
 
 

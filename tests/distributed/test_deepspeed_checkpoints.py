@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import deepzero
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.compat import deepspeed_checkpoint, zero_to_fp32
-from deepzero.compat.checkpoint_names import clone_tensors_for_torch_save
+from deepzero.compat.checkpoint_utils import clone_tensors_for_torch_save
 from deepzero.runtime.zero.partition_parameters import GatheredParameters
 from deepzero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.distributed.checkpoints import said

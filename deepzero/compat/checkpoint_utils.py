@@ -1,25 +1,14 @@
-"""DeepSpeed's names in its checkpoints: keys of dictionaries and parts of file names.
+"""DeepSpeed's small helpers around checkpoints.
 
-Source: ``checkpoint/constants.py`` of [DeepSpeed].
+Source: ``checkpoint/utils.py`` of [DeepSpeed].
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
-
-OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE = "optimizer_state_dict", "base_optimizer_state"
-SINGLE_PARTITION_OF_FP32_GROUPS, FP32_FLAT_GROUPS = "single_partition_of_fp32_groups", "fp32_flat_groups"
-PARAM, PARAM_GROUPS, PARAM_SLICE_MAPPINGS = "param", "param_groups", "param_slice_mappings"
-LOSS_SCALER, FP32_WEIGHT_KEY, UNIVERSAL_CHECKPOINT_INFO = "loss_scaler", "fp32", "universal_checkpoint_info"
-PARAM_SHAPES, BUFFER_NAMES, DS_VERSION = "param_shapes", "buffer_names", "ds_version"
-FROZEN_PARAM_SHAPES, FROZEN_PARAM_FRAGMENTS = "frozen_param_shapes", "frozen_param_fragments"
-
-FILE = re.compile(r"(?:(?:[bf]p?f?16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_?(model|optim)_states\.pt")
-"""A file's rank (none where one file serves all), its place in a model that is divided, and what it holds."""
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:

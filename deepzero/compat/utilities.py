@@ -1,0 +1,137 @@
+"""Small things that scripts take from DeepSpeed's modules of utilities.
+
+Sources: ``runtime/dataloader.py``, ``runtime/utils.py``, ``utils/torch.py``, ``moe/utils.py`` and
+``runtime/activation_checkpointing/checkpointing.py`` of [DeepSpeed].
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from deepzero.comm import process_group
+from deepzero.compat.accelerator import get_accelerator
+from deepzero.compat.log import logger
+from deepzero.utils.formatting import binary_bytes
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+class RepeatingLoader:
+    """The batches of a loader, over and over."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Tensors in lists, tuples and dictionaries on ``device``: those that ``criterion_func`` chooses, None: all."""
+    if torch.is_tensor(item):
+        return item.to(device) if criterion_func is None or criterion_func(item) else item
+    if isinstance(item, (list, tuple)):
+        return type(item)([move_to_device(one, device, criterion_func) for one in item])
+    if isinstance(item, Mapping):
+        return {key: move_to_device(one, device, criterion_func) for key, one in item.items()}
+    return item
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python, numpy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+# ---- what is here ----------------------------------------------------------------------------------------------------
+
+
+def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
+    """Whether this torch is of the versions from ``min_version`` to ``max_version``."""
+
+    def number(version: Any) -> tuple[int, ...]:
+        return tuple(map(int, re.findall(r"\d+", str(version))[:2]))
+
+    here = number(torch.__version__)
+    return (min_version is None or here >= number(min_version)) and (max_version is None or here <= number(max_version))
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """With ``force`` log on rank 0 what the device has in use now, and had at most."""
+    if force and process_group.rank() == 0:
+        now, most = get_accelerator().memory_allocated(), get_accelerator().max_memory_allocated()
+        logger.info(f"{message}: {binary_bytes(now)} in use, {binary_bytes(most)} at most")
+
+
+compatible_ops = defaultdict(bool, {"cpu_adam": True, "fused_adam": True, "quantizer": True, "utils": True})
+"""DeepSpeed's compiled operations by name, and whether deepzero has what they do, which needs no compiler here."""
+
+
+class OpBuilder:
+    """Stands for one of these operations; there is nothing to build."""
+
+    NAME = ""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether deepzero has it."""
+        return compatible_ops[self.NAME]
+
+
+def __getattr__(name: str) -> Any:
+    if not name.endswith("Builder"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    words = re.sub("(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.removesuffix("Builder"))
+    return type(name, (OpBuilder,), {"NAME": words.lower()})
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def is_moe_param(param: torch.Tensor) -> bool:
+    """False: there are no experts."""
+    return False
+
+
+def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
+    """The parameter groups, or the one, in a list: no parameter is an expert's."""
+    return [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+    """``fn``: ``zero.Init`` wraps no constructor of tensors, so that transformers has nothing to except from it."""
+    return fn
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """Torch's activation checkpointing, not reentrant."""
+    return torch_checkpoint(function, *args, use_reentrant=False)
+
+
+def configure(mpu_: Any, deepspeed_config: Any = None, **switches: Any) -> None:
+    """Nothing to do for what is off: what activations are to become is in ``initialize``'s configuration.
+
+    Raises:
+        NotImplementedError: a switch is on.
+    """
+    if on := [name for name, value in {"mpu_": mpu_, **switches}.items() if value]:
+        raise NotImplementedError(
+            f"deepspeed.checkpointing.configure({on[0]}=…): set activation_checkpointing in initialize's "
+            "configuration, whose cpu_checkpointing deepzero has"
+        )

@@ -1,0 +1,126 @@
+"""DeepSpeed's ways to join ranks, its collectives, and its accelerator."""
+
+import os
+import warnings
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+
+import deepzero
+from deepzero.comm import process_group
+from deepzero.compat import accelerator, comm, groups
+from deepzero.config.strict import ConfigError
+
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DEEPZERO_LAUNCH_FOLDER")
+
+
+def joined(rank, world, settings, variables):
+    """Join by DeepSpeed's keywords in an environment of these variables alone; what each collective gives."""
+    with mock.patch.dict(os.environ):
+        for name in RANKS:
+            os.environ.pop(name, None)
+        os.environ.update({name: value.format(rank=rank, world=world) for name, value in variables.items()})
+        given = {"rank": rank, "world_size": world} if "init_method" in settings else {}
+        deepzero.init_distributed("gloo", timeout=timedelta(seconds=60), **settings, **given)
+        deepzero.init_distributed()  # a second time is no error
+        try:
+            return rank == process_group.rank(), collectives(rank, world)
+        finally:
+            comm.destroy_process_group()
+
+
+def collectives(rank, world):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ones, whole, mine = torch.full((world,), rank + 1.0), torch.empty(world), torch.empty(1)
+        comm.all_gather_into_tensor(output_tensor=whole, tensor=torch.tensor([rank + 1.0]), log_name="mine")
+        comm.reduce_scatter_tensor(output_tensor=mine, tensor=ones, op=comm.ReduceOp.MAX)
+        handle = comm.all_reduce(ones, async_op=True, debug="x")
+        handle.wait()
+        pair = comm.new_group([0, world - 1])
+        if rank in (0, world - 1):
+            objects = [None, None]
+            comm.all_gather_object(objects, {"rank": rank}, group=pair)
+            assert objects == [{"rank": 0}, {"rank": world - 1}]
+            assert comm.get_all_ranks_from_group(pair) == [
+                0,
+                world - 1,
+            ]
+        words = [rank, {"two": torch.tensor(2)}] if rank == 1 else [None, None]
+        comm.broadcast_object_list(words, src=1)
+        comm.barrier()
+        assert groups._get_data_parallel_world_size() == comm.get_world_size() == world
+        assert groups.get_model_parallel_rank() == 0 and groups._get_data_parallel_group() is comm.get_world_group()
+    return whole.tolist(), mine.item(), ones.tolist(), words[0], words[1]["two"].item()
+
+
+@pytest.mark.parametrize("way", ["file", "tcp", "openmpi"])
+def test_ways_to_join(ranks, tmp_path, way):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    mpi = {f"OMPI_COMM_WORLD_{name}": "{rank}" for name in ("RANK", "LOCAL_RANK")}
+    mpi |= {f"OMPI_COMM_WORLD_{name}": "{world}" for name in ("SIZE", "LOCAL_SIZE")}
+    settings, variables = {
+        "file": ({"init_method": f"file://{tmp_path}/store"}, {"LOCAL_RANK": "{rank}", "MASTER_ADDR": "127.0.0.1"}),
+        "tcp": ({"init_method": f"tcp://127.0.0.1:{port}"}, {"LOCAL_RANK": "{rank}"}),
+        "openmpi": ({"distributed_port": port, "verbose": False}, mpi),
+    }[way]
+    done = ranks.run(joined, settings, variables, world_size=3, process_group=False)
+    assert done == [(True, ([1.0, 2.0, 3.0], 3.0, [6.0] * 3, 1, 2))] * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"timeout": 30}, ConfigError, "timedelta"),
+        ({"dist_init_required": False}, ConfigError, "has joined no process group"),
+        ({"config": {"comms_logger": {"enabled": True}}}, NotImplementedError, "comms_logger"),
+    ],
+)
+def test_arguments_that_cannot_be_used(settings, error, words):
+    with mock.patch.object(comm, "is_initialized", lambda: False), pytest.raises(error, match=words):
+        deepzero.init_distributed(**settings)
+
+
+def test_names_of_the_package():
+    import deepzero.comm
+
+    assert deepzero.comm.all_gather_object is comm.all_gather_object and comm.has_all_gather_into_tensor()
+    assert not comm.has_nothing()
+    for name in ("nothing", "all_gather_everything"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(deepzero.comm, name)
+    with pytest.raises(NotImplementedError, match="ledger"):
+        comm.all_reduce(torch.ones(1), prof=True)
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_accelerator(monkeypatch, kind):
+    if kind == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    monkeypatch.setenv("DS_ACCELERATOR", kind)
+    device = accelerator.get_accelerator.__wrapped__()
+    assert device.device_name() == kind == device.device().type and device.is_available()
+    assert device.communication_backend_name() == {"cpu": "gloo", "cuda": "nccl"}[kind]
+    assert device.device_name(1) == {"cpu": "cpu", "cuda": "cuda:1"}[kind]
+    tensor = device.FloatTensor([1.0, 2.0])
+    assert device.on_accelerator(tensor) and tensor.device.type == kind
+    assert 0 < device.memory_allocated() <= device.total_memory() and device.available_memory() > 0
+    assert torch.float in device.supported_dtypes() and device.is_fp16_supported()
+    assert device.is_synchronized_device() == (kind == "cpu") == (device.Stream is None)
+    assert torch.equal(device.pin_memory(torch.ones(2, 2)), torch.ones(2, 2))
+    state = device.get_rng_state()
+    drawn = [torch.rand(3, device=kind) for _ in range(2) if device.set_rng_state(state) is None]
+    assert torch.equal(*drawn)
+    device.synchronize(), device.empty_cache(), device.reset_peak_memory_stats()
+    with device.stream(device.current_stream()):
+        device.range_push("part"), device.range_pop()
+    with pytest.raises(AttributeError, match="no warp_drive"):
+        device.warp_drive()
+    monkeypatch.setenv("DS_ACCELERATOR", "tpu")
+    with pytest.raises(ConfigError, match="DS_ACCELERATOR=tpu"):
+        accelerator.get_accelerator.__wrapped__()
