@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from argparse import Namespace
 from unittest.mock import patch
 
 import numpy as np
@@ -216,6 +217,7 @@ def test_client_state(rank, world, tmp_path):
         "empty": torch.zeros(0, 2), "array": np.arange(4, dtype=np.int16).reshape(2, 2), "numpy flag": np.bool_(True),
         "numpy": np.float32(0.5), "bytes": b"\x00\xff", "set": {1, 2}, "$odd": {"$": 1}, "big": 2**80, "ü\ud800": "\n",
         "turned": torch.arange(6).reshape(2, 3).t(), (1, "a"): -0.0, "dtype": torch.float16, "nothing": {},
+        "arguments": Namespace(lr=0.1, layers=[1, 2]),
     }  # fmt: skip
     engine.save_checkpoint(tmp_path, tag="good", client_state=good if rank == 0 else {"only": "rank 0's counts"})
     _, back = engine.load_checkpoint(tmp_path)
