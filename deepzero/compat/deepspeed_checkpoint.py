@@ -130,7 +130,8 @@ class _Checkpoint:
         self.first, self.said = models[0], self.models[models[0]]
         self.shapes: list[dict[str, Any]] = self.said["param_shapes"] or []
         self.ranks = {file: self.load(file)["optimizer_state_dict"] for file in optims}
-        file, own = next(iter(self.ranks.items()), ("", {}))
+        nothing: tuple[str, dict[str, Any]] = ("", {})
+        file, own = next(iter(self.ranks.items()), nothing)
         if (path / "zero").is_dir():
             file = "zero/optimizer_state.pt"
             own = self.load(file)
@@ -329,8 +330,8 @@ def _part(shape: Any, rank: int, world: int) -> tuple[int, int, int]:
 
 def _place(tensor: torch.Tensor) -> int:
     """Of a tensor's first byte in its file."""
-    whole = tensor.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]
-    return int(whole) + tensor.storage_offset() * tensor.element_size()
+    whole: Any = tensor.untyped_storage()._checkpoint_offset
+    return int(whole) + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _is_vector(value: Any) -> bool:
