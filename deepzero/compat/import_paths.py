@@ -83,7 +83,7 @@ _LINES = {
     "runtime.pipe.module": "deepspeed.pipe: *",
     "runtime.pipe.topology": "!pipeline parallelism: PipeDataParallelTopology PipeModelDataParallelTopology "
     "ProcessTopology",
-    "runtime.swap_tensor": "!offload to NVMe: MIN_SWAPPABLE_BYTES",
+    "runtime.swap_tensor": "deepzero.compat.names: MIN_SWAPPABLE_BYTES",
     "runtime.utils": "deepzero.compat.utilities: move_to_device see_memory_usage set_random_seed "
     f"required_torch_version; {_INTERNALS} CheckOverflow call_to_str clip_grad_norm_ get_global_norm get_weight_norm "
     "DummyOptim; !pipeline parallelism: partition_balanced partition_uniform PartitionedTensor",

@@ -32,6 +32,12 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, f"[Rank {process_group.rank()}] {message}")
 
 
+@functools.cache
+def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = logging.INFO) -> None:
+    """:func:`log_dist`, and not again with these words."""
+    log_dist(message, ranks, level)
+
+
 def set_log_level_from_string(level: str, custom_logger: logging.Logger | None = None) -> None:
     """Set the level by its name, in any case; ValueError where no level has this name."""
     (custom_logger or logger).setLevel(level.upper())

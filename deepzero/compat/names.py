@@ -11,6 +11,7 @@ version = __version__
 git_hash = git_branch = __git_hash__ = __git_branch__ = "deepzero"
 __version_major__, __version_minor__, __version_patch__ = map(int, version.split("."))
 HAS_TRITON = False
+MIN_SWAPPABLE_BYTES = 2**20
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 default_pg_timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
 """How long a collective may take; minutes in the environment, as there."""

@@ -208,7 +208,9 @@ class WriteGuard:
             moved = bucket.shown and slot.numel and data_ptr(param) != start + inside
             if param._version != version or moved:
                 return param
-        return self._written_through_data() if bucket.gathered.device.type == "cpu" else None
+        # With one rank what was written is the shard itself: nothing is lost.
+        itself = bucket.in_place and self._samples is None
+        return self._written_through_data() if bucket.gathered.device.type == "cpu" and not itself else None
 
     def _written_through_data(self) -> ZeroParameter | None:
         bucket, mine, step = self.bucket, self._shard_within(), self._step

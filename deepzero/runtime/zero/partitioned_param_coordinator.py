@@ -160,8 +160,8 @@ class PartitionedParameterCoordinator:
         # Called when plans, or the ways in which buckets travel, are new; the memory model predicts from them.
         self.on_plan: Callable[[], None] = lambda: None
         self._recording_numel = min(recording_numel, limits.live_numel)
-        # Elements of each bucket, padding included.
-        self.numels = {bucket.key: bucket.layout.numel for bucket in buckets}
+        # Elements that a gathered bucket takes, padding included. With one rank none, so no limit releases it early.
+        self.numels = {bucket.key: 0 if bucket.in_place else bucket.layout.numel for bucket in buckets}
         self.training, self.evaluation = (
             ModuleTrace(what, self.numels, limits, comm.rank == 0) for what in ("training", "evaluation")
         )
@@ -171,7 +171,7 @@ class PartitionedParameterCoordinator:
         # Keys of the buckets that are gathered or in flight, by last use, the oldest first.
         self._live: dict[int, None] = {}
         self.pool, self.pools = pools[0], pools
-        self.pool.bucket_numels = {bucket.key: bucket.layout.numel for bucket in buckets if not bucket.in_place}
+        self.pool.bucket_numels = {key: numel for key, numel in self.numels.items() if numel}
         self._to_simulate = False
         # The block of activation checkpointing that the backward pass runs again now (0: none); how many it has run.
         self._run = self._runs = 0
