@@ -159,7 +159,7 @@ def refuses(rank, world, folders):
 def test_nothing_malformed_is_loaded_and_no_pickle_executed(ranks, theirs, tmp_path):
     for what, (file, act, _) in DAMAGES.items():
         shutil.copytree(theirs / "stage2-bf16", tmp_path / what)
-        act(tmp_path / what / "own" / file)
+        act(tmp_path / what / file)
     ranks.run(refuses, {what: tmp_path / what for what in DAMAGES})
     assert not Path("/tmp/executed").exists()
 
