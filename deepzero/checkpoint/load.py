@@ -135,7 +135,7 @@ class Loader:
         kept = {name for name in shapes if name in stored and self._info(name).tensors}
         missing = {name for name, shape in shapes.items() if 0 not in shape} - kept
         self._absent = missing | (set(buffers) - set(self.manifest.buffers))
-        missing = self._absent if self.reader.checked else missing
+        missing = self._absent if self.reader.checked or self.reader.checks_files else missing
         unknown = {*self.manifest.parameters, *self.manifest.buffers} - set(buffers) - set().union(*names.values())
         if not self.reader.checked:  # other programs store a shared buffer under each of its names
             unknown -= {plain_name(name) for name, _ in self.holdings.model.named_buffers(remove_duplicate=False)}

@@ -137,7 +137,7 @@ DAMAGES = {
     "another model": (
         MODEL,
         edited(lambda c: c["buffer_names"].clear()),
-        "is of another model: 1 not known",
+        "is of another model: 1 missing",
     ),
     "tensor parallel": (MODEL, lambda path: shutil.copy(path, path.with_name("mp_rank_01_model_states.pt")), "divided"),
     "one bit": (OPTIM, one_bit, "is damaged: own/data/"),
