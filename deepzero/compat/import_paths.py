@@ -21,10 +21,12 @@ _ADAM = "deepzero.ops.adam: *; !ZenFlow: ZenFlowCPUAdam ZenFlowSelectiveAdamW"
 _COMM = "deepzero.compat.comm: *; deepzero.compat.accelerator: get_accelerator; deepzero.compat.log: *"
 _ESTIMATES = "!estimate by DeepSpeed's formula (tools/plan.py has its own): "
 _INTERNALS = "!such step of its own: "
+_VERSION = f"=: version={VERSION} git_hash=deepzero git_branch=deepzero"
 _LINES = {
-    "": "deepzero: DeepSpeedEngine initialize init_distributed add_config_arguments; deepzero.compat.names: *; "
-    "deepzero.compat.names: __version__ __version_major__ __version_minor__ __version_patch__ __git_hash__ "
-    "__git_branch__; deepspeed.utils: log_dist logger get_accelerator; deepspeed.comm: dist=comm; "
+    "": "deepzero: DeepSpeedEngine initialize init_distributed add_config_arguments; "
+    f"{_VERSION} __version__={VERSION} __git_hash__=deepzero __git_branch__=deepzero; "
+    "deepzero.compat.names: * __version_major__ __version_minor__ __version_patch__; "
+    "deepspeed.utils: log_dist logger get_accelerator; deepspeed.comm: dist=comm; "
     "deepspeed.runtime.config: DeepSpeedConfigError; deepspeed.pipe: PipelineModule; "
     "!inference engine: init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config; "
     "!tensor parallelism: tp_model_init set_autotp_mode; !pipeline parallelism: PipelineEngine; "
@@ -43,7 +45,7 @@ _LINES = {
     "comm": _COMM,
     "comm.comm": _COMM,
     "constants": "deepzero.compat.names: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
-    "git_version_info": "deepzero.compat.names: version git_hash git_branch torch_info",
+    "git_version_info": f"{_VERSION}; deepzero.compat.names: torch_info",
     "launcher": "",
     "launcher.runner": "=: DEEPSPEED_ENVIRONMENT_NAME=.deepspeed_env; !launcher beside torchrun: main parse_args",
     "moe": "",
@@ -90,7 +92,8 @@ _LINES = {
     "runtime.zero": "deepzero.zero: *",
     "runtime.zero.linear": f"{_INTERNALS} LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap",
     "runtime.zero.parameter_offload": f"{_INTERNALS} DeepSpeedZeRoOffload ZeROOrderedDict",
-    "runtime.zero.partition_parameters": "deepzero.zero: *; torch: _orig_torch_arange=arange; "
+    "runtime.zero.partition_parameters": "deepzero.compat.saved_tensors: ZeroParamStatus; deepzero.zero: *; "
+    "torch: _orig_torch_arange=arange; "
     "deepzero.compat.utilities: zero_wrapper_for_fp_tensor_constructor; deepzero.compat.accelerator: get_accelerator; "
     "deepspeed.runtime.zero.linear: zero3_linear_wrap; "
     f"{_INTERNALS} AllGatherCoalescedHandle AllGatherHandle InsertPostInitMethodToModuleSubClasses "
@@ -103,6 +106,7 @@ _LINES = {
     "runtime.zero.stage_1_and_2": f"{_INTERNALS} split_half_float_double; {_ESTIMATES} "
     "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_live "
     "estimate_zero2_model_states_mem_needs_all_cold",
+    "runtime.zero.utils": "deepzero.checkpoint.errors: ZeRORuntimeException=CheckpointError",
     "utils": "deepzero.utils: *; deepzero.compat.log: *; deepzero.compat.groups: *; "
     "deepzero.compat.utilities: RepeatingLoader; deepzero.compat.accelerator: get_accelerator",
     "utils.groups": "deepzero.compat.groups: *",

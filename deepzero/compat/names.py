@@ -5,11 +5,9 @@ from datetime import timedelta
 
 import torch
 
-from deepzero.compat.import_paths import VERSION as __version__
+from deepzero.compat.import_paths import VERSION
 
-version = __version__
-git_hash = git_branch = __git_hash__ = __git_branch__ = "deepzero"
-__version_major__, __version_minor__, __version_patch__ = map(int, version.split("."))
+__version_major__, __version_minor__, __version_patch__ = map(int, VERSION.split("."))
 HAS_TRITON = False
 MIN_SWAPPABLE_BYTES = 2**20
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500

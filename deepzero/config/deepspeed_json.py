@@ -222,7 +222,8 @@ def _settled(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     kept = {}
     for key, value in block.items():
         path = f"{where}{key}"
-        if path in keys.MOOT or (value is None and path in {**keys.SATISFIED, **keys.STEERING}):
+        moot = path in keys.MOOT or (not where and key in keys.DOTTED)
+        if moot or (value is None and path in {**keys.SATISFIED, **keys.STEERING}):
             continue
         if path in keys.SATISFIED:
             values, why = keys.SATISFIED[path]

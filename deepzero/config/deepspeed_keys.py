@@ -88,6 +88,13 @@ MOOT = {
 }
 """Keys that concern something alone which deepzero has not, so that they say nothing."""
 
+DOTTED = tuple(
+    f"zero_optimization.{size}"
+    for size in ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
+)
+"""Keys of one word with a dot, at the top: TRL writes these, of the engine that a reference model gets, where nobody
+looks for a size. They change no result."""
+
 SWITCHED_OFF = (
     "amp", "autotuning", "comet", "comms_logger", "csv_monitor", "curriculum_learning", "data_efficiency", "eigenvalue",
     "elasticity", "expert_parallel", "flops_profiler", "hybrid_engine", "nebula", "progressive_layer_drop",

@@ -8,14 +8,13 @@ from pathlib import Path
 from deepzero.compat import STAND_IN
 
 ROOT = Path(__file__).parents[2]
-FOR_LIBRARIES = """
+FOUND = """
 import importlib.metadata, importlib.util
 assert importlib.util.find_spec("deepspeed") is not None
 assert importlib.metadata.version("deepspeed") == "0.19.8"
-import deepspeed, deepspeed.comm as dist
-from deepspeed.zero import Init
-assert Init.__module__.startswith("deepzero."), Init
-assert deepspeed.zero.Init is Init and deepspeed.__version__ == "0.19.8"
+from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
+import deepspeed
+assert deepspeed.__version__ == "0.19.8" and "deepzero" in deepspeed.__spec__.origin
 """
 
 
@@ -47,9 +46,12 @@ def test_every_name_of_the_table_has_its_home():
 def test_a_script_and_what_it_starts(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
-        FOR_LIBRARIES
+        FOUND
+        + "import deepspeed.comm as dist\n"
+        + "from deepspeed.zero import Init\n"
+        + "assert deepspeed.zero.Init is Init and Init.__module__.startswith('deepzero.'), Init\n"
         + "import multiprocessing, os, subprocess, sys\n"
-        + f"HERE = {FOR_LIBRARIES!r}\n"
+        + f"HERE = {FOUND!r}\n"
         + "def child():\n    exec(HERE, globals())\n"
         + "if __name__ == '__main__':\n"
         + "    assert sys.argv[1:] == ['--deepspeed', 'ds.json'] and sys.path[1] == os.path.dirname(__file__)\n"
@@ -68,7 +70,7 @@ def test_a_script_and_what_it_starts(tmp_path):
 
 def test_the_folder_alone():
     environment = {"PYTHONPATH": f"{STAND_IN}{os.pathsep}{ROOT}"}
-    assert run("-c", FOR_LIBRARIES, **environment).stderr == ""
+    assert run("-c", FOUND, **environment).stderr == ""
     assert run("-m", "deepzero.compat", "--path").stdout.strip() == str(STAND_IN)
 
 
@@ -110,5 +112,5 @@ def test_deepspeed_itself_comes_first_or_not_at_all(tmp_path):
     path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     late = run("-c", "import deepspeed\nfrom deepzero.compat import install\ninstall()", **path)
     assert late.returncode == 1 and "ImportError: deepspeed is imported already, from" in late.stderr
-    ours = run("-c", "from deepzero.compat import install\ninstall()\n" + FOR_LIBRARIES, **path)
+    ours = run("-c", "from deepzero.compat import install\ninstall()\n" + FOUND, **path)
     assert ours.stderr == ""

@@ -14,7 +14,16 @@ import pytest
 
 from deepzero.config import deepspeed_json, deepspeed_keys
 from deepzero.config.deepspeed_json import load_engine_config, load_zero_config
-from deepzero.config.deepspeed_keys import MOOT, NOT_IMPLEMENTED, NVME_ALONE, OLDER, SATISFIED, STEERING, SWITCHED_OFF
+from deepzero.config.deepspeed_keys import (
+    DOTTED,
+    MOOT,
+    NOT_IMPLEMENTED,
+    NVME_ALONE,
+    OLDER,
+    SATISFIED,
+    STEERING,
+    SWITCHED_OFF,
+)
 from deepzero.config.strict import ConfigError
 from tests.unit.test_docs import nested
 
@@ -120,6 +129,7 @@ def test_what_is_off_asks_for_nothing(said):
     given = {path: value for path in NOT_IMPLEMENTED if "." not in path for value in ({"enabled": False, "x": 1},)}
     given |= dict.fromkeys(SWITCHED_OFF, False)
     given |= {name: {"any": 1} for name in MOOT if "." not in name}
+    given |= dict.fromkeys(DOTTED, 921.6)  # as TRL writes them
     given |= {
         "compression_training": {},
         "fp32_allreduce": False,

@@ -47,12 +47,21 @@ TOUR = [
 """These are run, one after the other in one folder; `MEANT` says what stands for a place that the page leaves open."""
 MEANT = {"FOLDER": "traced", "runs/a/checkpoints": "traced/checkpoints"}
 
+HF_TRAINER = (
+    "torchrun --nproc-per-node 2 -m deepzero.compat examples/hf_trainer.py --deepspeed examples/zero3_auto.json "
+    "--output_dir runs/llama --max_steps 20 --logging_steps 1 --per_device_train_batch_size 4 --bf16"
+)
+ACCELERATE_LOOP = "-m deepzero.compat examples/accelerate_loop.py --config examples/zero2_auto.json"
 ELSEWHERE = {
     "python -m tools.walk zero.stage=2": "tests/distributed/test_walk.py",
     "python -m tools.walk zero.stage=3": "tests/distributed/test_walk.py",
     "python examples/tables.py": "tests/unit/test_examples.py",
     "python examples/stage1_by_all_reduce.py": "tests/unit/test_examples.py",
     "python examples/one_number.py": "tests/unit/test_examples.py",
+    HF_TRAINER: "tests/compat/test_trainer.py",
+    f"torchrun --nproc-per-node 2 {ACCELERATE_LOOP}": "tests/compat/test_accelerate.py",
+    "python -m deepzero.compat -m accelerate.commands.launch --use_deepspeed --num_processes 2 "
+    + ACCELERATE_LOOP.rpartition("compat ")[2]: "tests/compat/test_accelerate.py",
     "python -m tools.plan model=gpt2_1_3b zero.stage=3 train_micro_batch_size_per_gpu=1 --ranks 8 --moves 12": (
         "tests/unit/test_chapters.py"
     ),
