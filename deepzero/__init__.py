@@ -11,8 +11,10 @@ from deepzero.comm.flight_recorder import GroupObserver, observe_groups_with
 from deepzero.version import __version__
 
 if TYPE_CHECKING:
-    from deepzero import comm, utils, zero
+    from deepzero import comm, ops, utils, zero
     from deepzero.checkpoint.errors import CheckpointError
+    from deepzero.compat import accelerator
+    from deepzero.compat.accelerator import get_accelerator
     from deepzero.compat.comm import init_distributed
     from deepzero.compat.deepspeed_engine import DeepSpeedEngine
     from deepzero.config.strict import ConfigError
@@ -21,12 +23,14 @@ if TYPE_CHECKING:
 
     Engine = DeepSpeedEngine
 
+_MODULES = {"accelerator": "compat.accelerator", "comm": "comm", "ops": "ops", "utils": "utils", "zero": "zero"}
 _HOMES = {
     "CheckpointError": "checkpoint.errors",
     "ConfigError": "config.strict",
     "DeepSpeedEngine": "compat.deepspeed_engine",
     "NonFiniteError": "runtime.engine",
     "add_config_arguments": "runtime.initialize",
+    "get_accelerator": "compat.accelerator",
     "init_distributed": "compat.comm",
     "initialize": "runtime.initialize",
 }
@@ -38,18 +42,21 @@ __all__ = [
     "Engine",
     "NonFiniteError",
     "__version__",
+    "accelerator",
     "add_config_arguments",
     "comm",
+    "get_accelerator",
     "init_distributed",
     "initialize",
+    "ops",
     "utils",
     "zero",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("comm", "utils", "zero"):
-        return import_module(f"{__name__}.{name}")
+    if name in _MODULES:
+        return import_module(f"{__name__}.{_MODULES[name]}")
     if name == "Engine":  # what `initialize` returns
         name = "DeepSpeedEngine"
     if name not in _HOMES:

@@ -159,13 +159,13 @@ class GroupObserver:
             tuple[int, ...], dist.ProcessGroup
         ] = {}  # communicators of some ranks, see ``topology.py``
         # Weak: a group that is destroyed has to close its connections, whoever still holds a communicator.
-        world = _world_group()
+        world = world_group()
         self._group = None if world is None else weakref.ref(world)
 
     @property
     def of_current_group(self) -> bool:
         """Whether this process is still in the group that this one observes."""
-        world = _world_group()
+        world = world_group()
         return (None if self._group is None else self._group()) is world and (self._group is None) == (world is None)
 
     @contextlib.contextmanager
@@ -216,7 +216,7 @@ def leave(reason: str) -> None:
         _observer.leave(reason)
 
 
-def _world_group() -> dist.ProcessGroup | None:
+def world_group() -> dist.ProcessGroup | None:
     """The process group that this process is in; None without one, and where torch has not been imported."""
     torch_dist = sys.modules.get("torch.distributed")
     return torch_dist.group.WORLD if torch_dist is not None and torch_dist.is_initialized() else None

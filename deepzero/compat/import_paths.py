@@ -27,7 +27,7 @@ _LINES = {
     f"{_VERSION} __version__={VERSION} __git_hash__=deepzero __git_branch__=deepzero; "
     "deepzero.compat.names: * __version_major__ __version_minor__ __version_patch__; "
     "deepspeed.utils: log_dist logger get_accelerator; deepspeed.comm: dist=comm; "
-    "deepspeed.runtime.config: DeepSpeedConfigError; deepspeed.pipe: PipelineModule; "
+    "deepspeed.runtime.config: DeepSpeedConfigError; deepspeed.pipe: PipelineModule; deepzero.zero: OnDevice; "
     "!inference engine: init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config; "
     "!tensor parallelism: tp_model_init set_autotp_mode; !pipeline parallelism: PipelineEngine; "
     "!hybrid engine: DeepSpeedHybridEngine; !transformer kernels: DeepSpeedTransformerLayer "
@@ -89,14 +89,18 @@ _LINES = {
     f"required_torch_version; {_INTERNALS} CheckOverflow call_to_str clip_grad_norm_ get_global_norm get_weight_norm "
     "DummyOptim; !pipeline parallelism: partition_balanced partition_uniform PartitionedTensor",
     "runtime.zero": "deepzero.zero: *",
+    "runtime.zero.contiguous_memory_allocator": "!memory that can be defragmented: ContiguousMemoryAllocator",
     "runtime.zero.linear": f"{_INTERNALS} LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap",
+    "runtime.zero.mics": "deepzero.zero: MiCS_Init",
+    "runtime.zero.offload_config": "deepzero.zero: OffloadDeviceEnum OffloadStateTypeEnum",
+    "runtime.zero.offload_states": "deepzero.zero: get_state_devices",
     "runtime.zero.parameter_offload": f"{_INTERNALS} DeepSpeedZeRoOffload ZeROOrderedDict",
     "runtime.zero.partition_parameters": "deepzero.compat.saved_tensors: ZeroParamStatus; deepzero.zero: *; "
     "torch: _orig_torch_arange=arange; "
     "deepzero.compat.utilities: zero_wrapper_for_fp_tensor_constructor; deepzero.compat.accelerator: get_accelerator; "
     "deepspeed.runtime.zero.linear: zero3_linear_wrap; "
     f"{_INTERNALS} AllGatherCoalescedHandle AllGatherHandle InsertPostInitMethodToModuleSubClasses "
-    "MultipleAllGatherHandles",
+    "MultipleAllGatherHandles partitioned_param_data_shape",
     "runtime.zero.partitioned_param_coordinator": "deepzero.runtime.zero.partitioned_param_coordinator: "
     "PartitionedParameterCoordinator InflightParamRegistry",
     "runtime.zero.stage3": "deepzero.zero: *; "
@@ -105,17 +109,19 @@ _LINES = {
     "runtime.zero.stage_1_and_2": f"{_INTERNALS} split_half_float_double; {_ESTIMATES} "
     "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_live "
     "estimate_zero2_model_states_mem_needs_all_cold",
+    "runtime.zero.tiling": "deepzero.zero: TiledLinear TiledLinearReturnBias",
     "runtime.zero.utils": "deepzero.checkpoint.errors: ZeRORuntimeException=CheckpointError",
     "utils": "deepzero.utils: *; deepzero.compat.log: *; deepzero.compat.groups: *; "
     "deepzero.compat.utilities: RepeatingLoader; deepzero.compat.accelerator: get_accelerator",
     "utils.groups": "deepzero.compat.groups: *",
-    "utils.init_on_device": "",
+    "utils.init_on_device": "deepzero.zero: OnDevice",
     "utils.logging": "deepzero.compat.log: *",
     "utils.tensor_fragment": "deepzero.utils: *",
     "utils.timer": "!timers: NoopTimer SynchronizedWallClockTimer ThroughputTimer",
     "utils.torch": "deepzero.compat.utilities: required_torch_version",
     "utils.z3_leaf_module": "deepzero.zero: *",
     "zero": "deepspeed.runtime.zero: *",
+    "zero.partition_parameters": "deepspeed.runtime.zero.partition_parameters: *",
 }
 
 

@@ -1,5 +1,6 @@
 """What can be used without an engine, under the names that DeepSpeed's ``deepspeed.ops`` gives it."""
 
-from deepzero.offload.cpu_adam import CPUAdam
+from deepzero.ops import adam
+from deepzero.ops.adam import CPUAdam, FusedAdam
 
-__all__ = ["CPUAdam"]
+__all__ = ["CPUAdam", "FusedAdam", "adam"]

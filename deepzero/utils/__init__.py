@@ -7,6 +7,15 @@ import importlib
 from typing import Any
 
 _HOME = {
+    "deepzero.compat.parameters": (
+        "OnDevice",
+        "get_z3_leaf_modules",
+        "safe_update_full_grad_vectorized",
+        "set_z3_leaf_module",
+        "set_z3_leaf_modules_by_name",
+        "set_z3_leaf_modules_by_suffix",
+        "z3_leaf_parameter",
+    ),
     "deepzero.runtime.zero.module_registry": ("set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module"),
     # safe_get_full_fp32_param, safe_set_local_optimizer_state, …
     "deepzero.runtime.zero.tensor_fragment": tuple(

@@ -89,6 +89,13 @@ def test_arguments_that_cannot_be_used(settings, error, words):
 def test_names_of_the_package():
     import deepzero.comm
 
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = deepzero.ops.adam.FusedAdam([weight], lr=0.5, adam_w_mode=False)
+    assert isinstance(optimizer, deepzero.ops.adam.FusedAdam) and type(optimizer) is torch.optim.Adam
+    with pytest.raises(ValueError, match="amsgrad=True"):
+        deepzero.ops.FusedAdam([weight], amsgrad=True)
+    assert deepzero.get_accelerator() is deepzero.accelerator.get_accelerator()
+
     assert deepzero.comm.all_gather_object is comm.all_gather_object and comm.has_all_gather_into_tensor()
     assert not comm.has_nothing()
     for name in ("nothing", "all_gather_everything"):

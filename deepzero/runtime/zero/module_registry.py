@@ -9,7 +9,7 @@ Source: [DeepSpeed], ``utils/z3_leaf_module.py``, and ``register_external_parame
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -19,31 +19,33 @@ LEAF = "_z3_leaf"
 _EXTERNAL: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    """Declare modules of these classes, or names of classes, as leaves: ZeRO does not look below them.
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Declare modules of these classes as leaves: ZeRO does not look below them. Call it before ``initialize``.
 
-    Call it before ``initialize``. Returns the modules found; raises a ValueError if there is none.
+    A class is given as itself, by its name or by its full name (``package.file.Class``). Returns the modules found;
+    raises a ValueError if there is none, unless ``raise_if_not_found`` is False.
     """
-    classes = list(leaf_module_classes)
-    found = _modules_of(model, classes)
-    if not found:
-        raise ValueError(f"the model has no module of {', '.join(getattr(c, '__name__', str(c)) for c in classes)}")
+    given = list(leaf_module_classes)
+    classes = tuple(c for c in given if isinstance(c, type))
+    full = {module: f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()}
+    found = [m for m in full if isinstance(m, classes) or type(m).__name__ in given or full[m] in given]
+    if not found and raise_if_not_found:
+        raise ValueError(f"the model has no module of {', '.join(getattr(c, '__name__', str(c)) for c in given)}")
     for module in found:
         module.__dict__[LEAF] = True
     return found
 
 
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
     """The inverse of :func:`set_z3_leaf_modules`, before ``initialize``."""
-    found = list(filter(z3_leaf_module, _modules_of(model, list(leaf_module_classes))))
+    found = set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
     for module in found:
         del module.__dict__[LEAF]
     return found
-
-
-def _modules_of(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    kinds = tuple(c for c in classes if isinstance(c, type))
-    return [module for module in model.modules() if isinstance(module, kinds) or type(module).__name__ in classes]
 
 
 def z3_leaf_module(module: nn.Module) -> bool:

@@ -88,6 +88,8 @@ class ParamRecord:
         self.group: FlatParamGroup | None = None
         # One element of the compute dtype, stretched to ``shape``; made once, as a bucket is released often.
         self.placeholder: Tensor | None = None
+        # What keeps it gathered between ``param.all_gather()`` and ``param.partition()``.
+        self.gathered: GatheredParameters | None = None
 
     def placed(self) -> tuple[PartitionedBucket, ParamSlot]:
         """The bucket, and where in it."""
@@ -359,12 +361,9 @@ class Init:
     Args:
         module: an existing model to partition, at once; then there is no need for ``with``. Parameters on ``meta`` are
             given values by ``reset_parameters``.
-        data_parallel_group: None: all ranks, the only group there is.
-        mem_efficient_linear: accepted for DeepSpeed's sake: no linear layer saves a view of its weight here anyway.
         remote_device: ``"cpu"`` keeps the shards in host memory until ``initialize``; None on the rank's device.
         pin_memory: with ``remote_device="cpu"``, in page-locked memory, where there is CUDA.
-        config_dict_or_path: a DeepSpeed config; it must ask for stage 3.
-        config: the older name of that; one of the two.
+        config: a DeepSpeed config; it must ask for stage 3.
         enabled: False does nothing.
         dtype: make parameters in this dtype. None keeps the constructor's: fp32 values become the fp32 masters,
             whatever the precision of training, and so the bits are those of a model built without ``Init``.
@@ -387,11 +386,8 @@ class Init:
     def __init__(
         self,
         module: nn.Module | None = None,
-        data_parallel_group: Any = None,
-        mem_efficient_linear: bool = True,
         remote_device: str | None = None,
         pin_memory: bool = False,
-        config_dict_or_path: EngineConfig | Mapping[str, Any] | str | Path | None = None,
         config: EngineConfig | Mapping[str, Any] | str | Path | None = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
@@ -399,17 +395,12 @@ class Init:
         self.enabled, self.dtype = enabled, dtype
         if not enabled:
             return
-        given = [one for one in (config_dict_or_path, config) if one is not None]
         problem = ""
-        if data_parallel_group is not None:
-            problem = ": data_parallel_group is not implemented; parameters are cut over all ranks"
-        elif remote_device not in (None, "none", "cpu"):
+        if remote_device not in (None, "none", "cpu"):
             problem = f': remote_device={remote_device!r} is not implemented; "cpu" and None are'
         elif dtype is not None and not dtype.is_floating_point:
             problem = f": dtype={dtype} is not a floating-point dtype"
-        elif len(given) > 1:
-            problem = ": the configuration is given twice (config_dict_or_path, config); give it once"
-        elif given and (stage := load_zero_config(given[0]).stage) != 3:
+        elif config is not None and (stage := load_zero_config(config).stage) != 3:
             problem = (
                 f" partitions parameters, which is stage 3, and the config says zero_optimization.stage={stage}; set "
                 "it to 3, or pass enabled=False"
@@ -694,7 +685,7 @@ class GatheredParameters:
             raise TypeError("GatheredParameters takes parameters, got a module; pass module.parameters()")
         listed = [params] if params is None or isinstance(params, Tensor) else list(params)
         for param in listed:
-            if param is not None and not isinstance(param, nn.Parameter):
+            if param is not None and not isinstance(param, Tensor):
                 raise TypeError(f"GatheredParameters takes parameters, got a {type(param).__name__}")
         self.params = list(dict.fromkeys(param for param in listed if param is not None))
         world = process_group.world_size()

@@ -383,7 +383,7 @@ class ZeroStage3:
         """Give parameters that stay whole DeepSpeed's attributes: ``ds_id``, ``ds_status`` and the like."""
         slots = {p: (g, s) for g in self.persistent.groups for p, s in zip(g.params, g.layout.slots, strict=True)}
         for name, param in self._model.named_parameters():
-            if type(param) is nn.Parameter:
+            if type(param) is nn.Parameter and param.numel():
                 record = ParamRecord(param, name)
                 record.group, record.slot = slots.get(param, (None, None))
                 param.__class__ = PersistentParameter

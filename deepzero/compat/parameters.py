@@ -1,0 +1,260 @@
+"""DeepSpeed's words for stage 3's parameters, over what is there: verbs on a parameter, ``Init``'s keywords, leaves.
+
+``param.all_gather()`` and ``param.partition()`` are the two ends of a ``GatheredParameters``. They are added to the
+classes of parameters here, so that the core has one way to gather outside of a pass, and not two.
+
+Sources: ``partition_parameters.py``, ``offload_config.py``, ``offload_states.py`` and ``stage3.py`` in
+``runtime/zero/``, ``utils/tensor_fragment.py``, ``utils/z3_leaf_module.py``, ``init_on_device.py`` of [DeepSpeed].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from deepzero.comm import process_group
+from deepzero.comm.flight_recorder import world_group
+from deepzero.config.deepspeed_json import load_zero_config
+from deepzero.config.engine import EngineConfig
+from deepzero.config.strict import ConfigError
+from deepzero.runtime.zero import tensor_fragment
+from deepzero.runtime.zero.module_registry import LEAF, z3_leaf_module
+from deepzero.runtime.zero.partition_parameters import GatheredParameters, Init, PersistentParameter, ZeroParameter
+from deepzero.runtime.zero.tensor_fragment import safe_get_full_grad, safe_set_full_grad
+
+ZeroParamType = Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE")
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where a config may keep a state. ``nvme`` is among DeepSpeed's words; the config refuses it."""
+
+    none, cpu, nvme = "none", "cpu", "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """What ``engine.offload_states(include=…)`` moves."""
+
+    optim_states, hp_params, lp_params = "optim_states", "hp_params", "lp_params"
+    lp_grads, contiguous_grad_buffer = "lp_grads", "contiguous_grad_buffer"
+
+
+def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:
+    """The devices on which an engine's tensors of this kind are now."""
+    if state.value not in model.offloader.away:
+        return {tensor.device for tensor, _ in model.offloader.states()[state.value]}
+    # The reducer's buckets are not kept: what is in them has been used.
+    return set() if state is OffloadStateTypeEnum.contiguous_grad_buffer else {torch.device("cpu")}
+
+
+# ---- verbs on a parameter --------------------------------------------------------------------------------------------
+
+
+class Gathered:
+    """The handle of a gather that is over."""
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Return at once."""
+
+
+def all_gather(param: ZeroParameter, param_list: Iterable[nn.Parameter] | None = None) -> Gathered:
+    """Gather these parameters (None: this one), outside of passes, until :func:`partition`. A collective."""
+    for one in [param] if param_list is None else param_list:
+        if isinstance(one, ZeroParameter) and one._zero.gathered is None:
+            one._zero.gathered = GatheredParameters(one)
+            one._zero.gathered.__enter__()
+    return Gathered()
+
+
+def partition(
+    param: ZeroParameter, param_list: Iterable[nn.Parameter] | None = None, has_been_updated: bool = False
+) -> None:
+    """End :func:`all_gather`. A write is taken over with ``has_been_updated``, from rank 0; else it raises."""
+    for one in [param] if param_list is None else param_list:
+        if isinstance(one, ZeroParameter) and (context := one._zero.gathered) is not None:
+            one._zero.gathered = None
+            context.modifier_rank = 0 if has_been_updated else None
+            context.__exit__(None)
+
+
+def ds_summary(param: ZeroParameter) -> dict[str, Any]:
+    """What DeepSpeed's messages say of a parameter."""
+    shapes = {"shape": param.shape, "ds_shape": param.ds_shape, "ds_tensor.shape": param.ds_tensor.shape}
+    grad_shape = tuple(param.grad.shape) if param.grad is not None else None
+    numels = {"numel": param.numel(), "ds_numel": param.ds_numel, "grad_shape": grad_shape}
+    said = {"id": param.ds_id, "status": param.ds_status.name, "persist": param.ds_persist}
+    return said | numels | {name: tuple(shape) for name, shape in shapes.items()}
+
+
+for _kind in (ZeroParameter, PersistentParameter):
+    for _name, _verb in {
+        **{verb.__name__: verb for verb in (all_gather, partition, ds_summary)},
+        "all_gather_coalesced": all_gather,
+        # DeepSpeed's count of the modules that keep a parameter gathered, which trl clears before it generates. Here
+        # buckets are counted, and what is cleared is a set of the program's own.
+        "ds_active_sub_modules": property(lambda param: set()),
+        "ds_process_group": property(lambda param: world_group()),
+    }.items():
+        setattr(_kind, _name, _verb)
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether stage 3 has this parameter, partitioned or persistent."""
+    return isinstance(parameter, (ZeroParameter, PersistentParameter))
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace the gradient of each parameter by ``update_func(gradient, parameter)``, both whole. A collective.
+
+    As ``safe_set_full_grad``, after the last backward pass of a step; what has no gradient is passed over.
+    """
+    for param in param_list:
+        if (gradient := safe_get_full_grad(param)) is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """The engine with all of its parameters whole: many forward passes that fetch nothing."""
+    with GatheredParameters(model.module.parameters()):
+        yield model
+
+
+# ---- leaf modules by name --------------------------------------------------------------------------------------------
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that have been declared leaves."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def z3_leaf_parameter(model: nn.Parameter) -> bool:
+    """Whether an engine in stage 3 has this parameter in a leaf module."""
+    engine = tensor_fragment._ENGINES.get(id(model))
+    return engine is not None and model in engine.gradients.leaf_params
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module,
+    module_name_suffixes: Iterable[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+    matches: Callable[[str, str], bool] = str.endswith,
+) -> tuple[list[nn.Module], list[str]]:
+    """Declare modules by the end of their names. Returns them, and the endings that none has (else a ValueError)."""
+    endings, names = list(module_name_suffixes), dict(model.named_modules())
+    found = [module for name, module in names.items() if any(matches(name, end) for end in endings)]
+    missing = [end for end in endings if not any(matches(name, end) for name in names)]
+    if missing and raise_if_not_found:
+        raise ValueError(f"the model has no module named {', '.join(missing)}")
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found, missing
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """:func:`set_z3_leaf_modules_by_suffix` by whole names, as in ``model.named_modules()``."""
+    return set_z3_leaf_modules_by_suffix(model, module_names, flag, raise_if_not_found, str.__eq__)
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Declare this very module a leaf, or not."""
+    model.__dict__[LEAF] = flag
+
+
+# ---- contexts of construction ----------------------------------------------------------------------------------------
+
+_INIT_REFUSED = {
+    "zero_param_parallel_group": "hpZ's groups are made by initialize, from zero_hpz_partition_size",
+    "zero_quantized_weights": "initialize reads the key of this name; construction is exact",
+    "zero_quantized_nontrainable_weights": "initialize reads the key of this name; construction is exact",
+    "param_swapper": "deepzero has no offload to NVMe",
+    "tensor_overrides": "without dtype= a constructor's dtypes stay, and its devices always do",
+}
+
+
+class DeepSpeedInit(Init):
+    """``zero.Init`` with DeepSpeed's keywords: those of ``runtime/zero/partition_parameters.py:Init``, and these.
+
+    Args:
+        data_parallel_group, or sequence_data_parallel_group: a group of all ranks, the only ones that there are.
+        mem_efficient_linear: either will do: no linear layer saves a view of its weight here.
+        remote_device: None: ``"cpu"`` where the config has ``offload_param`` there.
+        config_dict_or_path: of it ``zero_optimization`` alone is read; ``"auto"`` elsewhere does no harm.
+        config: the older name of that; one of the two.
+        others: ``mpu``, one without model parallelism; the rest raises unless it says nothing.
+    """
+
+    shut: ClassVar[list[Init]] = []
+    """Contexts that :func:`shutdown_init_context` has left, the outermost last."""
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: EngineConfig | Mapping[str, Any] | str | Path | None = None,
+        config: EngineConfig | Mapping[str, Any] | str | Path | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        **others: Any,
+    ) -> None:
+        mpu, group = others.pop("mpu", None), others.pop("sequence_data_parallel_group", None)
+        if unknown := others.keys() - _INIT_REFUSED.keys():
+            raise TypeError(f"zero.Init has no keyword {', '.join(sorted(unknown))}")
+        sizes = [one.size() for one in (data_parallel_group, group) if one is not None]
+        sizes += [mpu.get_data_parallel_world_size()] if mpu is not None else []
+        problems = [f"{name}: {_INIT_REFUSED[name]}; leave it out" for name, value in others.items() if value]
+        if set(sizes) - {process_group.world_size()}:
+            ranks = f"{process_group.world_size()} ranks, and a group of {sizes[0]} was given"
+            problems.append(f"data_parallel_group is not implemented; parameters are cut over all {ranks}")
+        if config is not None and config_dict_or_path is not None:
+            problems.append("the configuration is given twice (config_dict_or_path, config); give it once")
+        if enabled and problems:
+            raise ConfigError(f"zero.Init: {problems[0]}")
+        settings = config if config is not None else config_dict_or_path
+        if enabled and settings is not None:
+            remote_device = remote_device or load_zero_config(settings).offload_param.device
+        super().__init__(module, remote_device, pin_memory, settings, enabled, dtype)
+
+
+def shutdown_init_context() -> None:
+    """Let modules be constructed as without ``Init``, until :func:`restore_init_context`."""
+    while Init.entered:
+        DeepSpeedInit.shut.append(Init.entered[-1])
+        Init.entered[-1].__exit__(None)
+
+
+def restore_init_context() -> None:
+    """Enter again what :func:`shutdown_init_context` has left."""
+    while DeepSpeedInit.shut:
+        DeepSpeedInit.shut.pop().__enter__()
+
+
+class OnDevice:
+    """Tensors made here without a device lie on ``device``, those without a dtype have ``dtype``; others stay."""
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._default_dtype, self._context = torch.get_default_dtype(), torch.device(self.device)
+            torch.set_default_dtype(self.dtype)
+            self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.enabled:
+            self._context.__exit__(*error)
+            torch.set_default_dtype(self._default_dtype)
