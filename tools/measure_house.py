@@ -39,12 +39,12 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/models": (545, 540),
     "deepzero/data": (485, 400),
     "deepzero/training": (976, 380),
-    "deepzero/compat": (1421, 1200),
-    "deepzero": (32_513, 23_500),
+    "deepzero/compat": (1688, 1200),
+    "deepzero": (32_925, 23_500),
     "tools": (4828, 2700),
     "tools/book": (1153, 1000),
     "examples": (762, 700),
-    "tests": (28_132, 17_000),
+    "tests": (28_334, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
