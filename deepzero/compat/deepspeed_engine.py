@@ -8,13 +8,16 @@ one of the core's lists.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from deepzero.checkpoint.checkpointer import Checkpointer
 from deepzero.checkpoint.export import DEFAULT_MAX_SHARD
@@ -22,11 +25,14 @@ from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.compat import parameters as _parameters  # noqa: F401  stage 3's get DeepSpeed's verbs
 from deepzero.compat.engine_getters import EngineGetters
-from deepzero.config.engine import EngineConfig
+from deepzero.compat.lr_schedules import name_scheduler
+from deepzero.compat.optimizer_names import NoOptimizer, dress, freeze, refuse_to_train, undress
+from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.offload.activations import build_host_activations
 from deepzero.offload.offload_states import StateOffloader
 from deepzero.runtime.diagnostics import gather_report, params_sha256, used_bytes, whole_state_dict
 from deepzero.runtime.engine import StepRecord
+from deepzero.utils.errors import MisuseError
 
 
 class DeepSpeedEngine(EngineGetters):
@@ -45,8 +51,13 @@ class DeepSpeedEngine(EngineGetters):
         comm: Communicator | None = None,
     ) -> None:
         numel = sum(param.numel() for param in model.parameters())  # before stage 3 takes their elements away
+        frozen = freeze(model, optimizer)
         super().__init__(model, optimizer, config, lr_scheduler, total_steps, comm)
-        self.model_numel, self.bytes_at_build = numel, used_bytes(self.device)
+        self.model_numel, self.bytes_at_build, self._frozen_here = numel, used_bytes(self.device), frozen
+        dress(self)
+        name_scheduler(self.lr_scheduler)
+        if isinstance(optimizer, NoOptimizer):
+            self.preconditions.append(refuse_to_train)
         self.checkpointer = Checkpointer(self)
         self.offloader = StateOffloader(self, self.checkpointer.wait)
         if config.activation_checkpointing.cpu_checkpointing:
@@ -176,12 +187,14 @@ class DeepSpeedEngine(EngineGetters):
 
     # ---- the model's values ------------------------------------------------------------------------------------------
 
-    def module_state_dict(self) -> dict[str, Any]:
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The model's own state dict, in the compute dtype, whole on every rank; stage 3: a collective, a copy.
 
         Parameters that are tied in the model are one tensor in stage 3's copy too.
         """
-        return whole_state_dict(self.module) if self.config.zero.stage == 3 else self.module.state_dict()
+        if self.config.zero.stage == 3 or exclude_frozen_parameters:
+            return whole_state_dict(self.module, not exclude_frozen_parameters)
+        return self.module.state_dict()
 
     def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load values into the model on every rank; the masters follow before the next step."""
@@ -197,6 +210,118 @@ class DeepSpeedEngine(EngineGetters):
         ``discard_gradients`` drops what has been accumulated.
         """
         self.module.zero_grad(set_to_none)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The model's whole state dict in the compute dtype on rank 0's CPU; None on other ranks. A collective.
+
+        Hugging Face's accelerate takes this name in stage 3; here it works in every stage.
+        """
+        state = whole_state_dict(self.module, not exclude_frozen_parameters, on_cpu_of_rank_0=True)
+        return state if self.global_rank == 0 else None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def empty_partition_cache(self) -> None:
+        """Let go of gathered parameters, and of their free buffers."""
+        self.check("empty_partition_cache")
+        self.zero.stage.before_writes()
+        if self.zero.stage3 is not None:
+            self.zero.stage3.clear()
+
+    def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Compile the module with ``torch.compile``: stages 0 to 2, whose parameters stay where they are.
+
+        Raises:
+            MisuseError: stage 3. Compile the model, or its blocks, before ``initialize``: then each is fetched as one.
+        """
+        if self.config.zero.stage == 3:
+            raise MisuseError(
+                "engine.compile in zero stage 3 would compile the hooks that fetch parameters; compile the model or "
+                "its blocks (block.compile()) before deepzero.initialize, which fetches each of them as one"
+            )
+        self.module.compile(**{**(compile_kwargs or {}), "backend": backend})
+
+    # ---- batches -----------------------------------------------------------------------------------------------------
+
+    def deepspeed_io(
+        self, dataset: Dataset[Any], batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None, collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:  # fmt: skip
+        """A loader of this rank's micro-batches; an incomplete last one is dropped.
+
+        The route ``train`` has an order that ``loader.sampler.set_epoch`` shuffles anew; others keep the dataset's. An
+        iterable dataset gives every rank what its own iterator gives. Batches are in locked memory on a GPU only.
+        """
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
+            ranks, shuffle = (self.world_size, self.global_rank), route == "train"
+            data_sampler = DistributedSampler(dataset, *ranks, shuffle=shuffle, drop_last=True)
+        return DataLoader(
+            dataset, batch_size or self.batch.micro_batch, sampler=data_sampler, collate_fn=collate_fn, drop_last=True,
+            pin_memory=pin_memory and self.device.type == "cuda", num_workers=num_local_io_workers or 0,
+        )  # fmt: skip
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Let further optimizer steps have other numbers of micro-batches. Between two steps; on every rank.
+
+        What the report predicts is still of the number that the engine was built with.
+
+        Raises:
+            ConfigError: it does not divide by micro-batch and ranks.
+            MisuseError: within a step; or gradients would be summed in the compute dtype, as the engine was built
+                without room for wider sums of several micro-batches (stages 0 and 1 in bf16 or fp16).
+        """
+        whole = dataclasses.replace(self.config, train_batch_size=train_batch_size, gradient_accumulation_steps=None,
+                                    train_micro_batch_size_per_gpu=self.batch.micro_batch)  # fmt: skip
+        batch, dtypes = resolve_batch(whole, self.world_size), self.zero.dtypes
+        if self.passes.count or self.micro_steps % self.batch.accumulation:
+            raise MisuseError("set_train_batch_size within an optimizer step: call it after engine.step()")
+        narrow = dtypes.compute != dtypes.accumulation and not any(
+            flat is not None for flat in self.zero.unreduced.flat
+        )
+        if batch.accumulation > 1 and self.config.zero.stage < 2 and narrow:
+            raise MisuseError(
+                f"set_train_batch_size({train_batch_size}): the engine was built for one micro-batch, and the sum of "
+                f"{batch.accumulation} would be kept in {dtypes.compute}. Start with gradient_accumulation_steps of at "
+                "least 2, or use zero stage 2 or 3"
+            )
+        self.batch = batch
+        self.micro_steps -= self.micro_steps % batch.accumulation  # the next micro-batch is the first of its step
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say how many sequences a micro-batch has from now on, for the count of samples. On every rank."""
+        batch = self.batch
+        samples = micro_batch_size * batch.accumulation * batch.world_size
+        self.batch = dataclasses.replace(batch, micro_batch=micro_batch_size, global_batch=samples)
+
+    # ---- when gradients are reduced ----------------------------------------------------------------------------------
+
+    def allreduce_gradients(self) -> None:
+        """Reduce this step's gradients now, and not in :meth:`step`. A collective, after the step's last backward pass.
+
+        In stages 2 and 3 they are reduced as they come, and this waits for the last. A further pass is added to them.
+        """
+        self._check_pass("allreduce_gradients")
+        if not self._is_reduction_boundary() or not self.zero.stage.gradients.present:
+            raise MisuseError(
+                "allreduce_gradients: further micro-batches of this optimizer step are to come, or none has been; call "
+                "it after its last backward pass, and before engine.step()"
+            )
+        self.zero.stage.gradients.reduce_now()
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """One optimizer step's backward passes: no step inside; in stages 0 and 1 one reduction, after them all.
+
+        Stages 2 and 3 do not keep whole gradients; there each pass is reduced as it comes, to the same sums.
+        """
+        if self.state.inside_no_sync:
+            raise MisuseError("coalesce_grad_reduction inside no_sync, or inside another one: leave that first")
+        self.state.inside_no_sync = True
+        try:
+            yield
+        finally:
+            self.state.inside_no_sync = False
 
     # ---- states on the host ------------------------------------------------------------------------------------------
 
@@ -246,6 +371,9 @@ class DeepSpeedEngine(EngineGetters):
             self.reload_states()  # the model keeps its values
             super().destroy()
             self.checkpointer.close()
+            undress(self.optimizer)
+            for param in self._frozen_here:
+                param.requires_grad_(True)
 
     # ---- the whole run -----------------------------------------------------------------------------------------------
 

@@ -5,14 +5,96 @@ Source: the properties and methods of these names in ``runtime/engine.py`` of [D
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from deepzero.comm import process_group
+from deepzero.comm.flight_recorder import world_group
+from deepzero.config.engine import EngineConfig
 from deepzero.runtime.diagnostics import gradient_norms
 from deepzero.runtime.engine import Engine
+
+_SAME = "zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"
+_ZERO = "reduce_scatter overlap_comm sub_group_size reduce_bucket_size allgather_bucket_size"
+_ZERO_3 = "max_live_parameters max_reuse_distance prefetch_bucket_size param_persistence_threshold"
+SETTINGS: dict[str, str] = {
+    "gradient_clipping": "gradient_clipping", "steps_per_print": "steps_per_print",
+    "zero_optimization_stage": "zero.stage", "zero_partial_offload": "zero.offload_optimizer.ratio",
+    "fp16_auto_cast": "precision.auto_cast",
+    **{name: f"zero.{name}" for name in _SAME.split()},
+    **{f"zero_{name}": f"zero.{name}" for name in _ZERO.split()},
+    **{f"zero_{name}": f"zero.stage3_{name}" for name in _ZERO_3.split()},
+}  # fmt: skip
+"""Method → where its answer stands in the :class:`~deepzero.config.engine.EngineConfig`."""
+
+ANSWERS: dict[str, Callable[[EngineConfig], Any]] = {
+    "zero_optimization": lambda config: config.zero.stage > 0,
+    "zero_optimization_partition_gradients": lambda config: config.zero.stage >= 2,
+    "zero_optimization_partition_weights": lambda config: config.zero.stage == 3,
+    "zero_cpu_offload": lambda config: config.zero.offload_optimizer.device == "cpu",
+    "zero_use_cpu_optimizer": lambda config: config.zero.offload_optimizer.device == "cpu",
+    "zero_offload_optimizer": lambda config: _used(config.zero.offload_optimizer),
+    "zero_offload_param": lambda config: _used(config.zero.offload_param),
+    "fp16_enabled": lambda config: config.precision.dtype == "fp16",
+    "bfloat16_enabled": lambda config: config.precision.dtype == "bf16",
+    "initial_dynamic_scale": lambda config: 2**config.precision.initial_scale_power,
+    "dynamic_loss_scale": lambda config: config.precision.dtype == "fp16" and not config.precision.loss_scale,
+    "optimizer_name": lambda config: config.optimizer.target.lower() if config.optimizer else None,
+    "optimizer_params": lambda config: dict(config.optimizer.params) if config.optimizer else None,
+    "scheduler_name": lambda config: config.scheduler.type if config.scheduler else None,
+    "scheduler_params": lambda config: dict(config.scheduler.params) if config.scheduler else None,
+}
+"""Method → its answer, worked out of the settings."""
+
+ALWAYS: list[tuple[Any, str]] = [
+    (True, "postscale_gradients managed_gradient_accumulation checkpoint_tag_validation_enabled "
+           "checkpoint_tag_validation_fail load_universal_checkpoint zero_contiguous_gradients "
+           "zero_allgather_partitions zero_load_from_fp32_weights zero_ignore_unused_parameters zero_compute_grad_norm "
+           "zero_gather_16bit_weights_on_model_save zero_allow_untested_optimizer zero_multi_rank_bucket_allreduce"),
+    (False, "wall_clock_breakdown memory_breakdown dump_state flops_profiler_enabled autotuning_enabled "
+            "data_efficiency_enabled data_sampling_enabled curriculum_learning_enabled random_ltd_enabled "
+            "use_node_local_storage zero_elastic_checkpoint zero_legacy_stage1 zero_nvme_offload_optimizer "
+            "zero_round_robin_gradients zero_force_ds_cpu_optimizer zero_allgather_sequential super_offload "
+            "is_sanity_checks_enabled is_deepcompile_enabled is_deepcompile_active fp16_master_weights_and_gradients "
+            "bf16_master_weights_and_gradients bf16_optimizer_states"),
+    (0, "get_tensor_parallel_rank get_model_parallel_rank zero_module_granularity_threshold"),
+    (1, "autotp_size"),
+    (1.0, "gradient_predivide_factor"),
+    (sys.maxsize, "zero_model_persistence_threshold"),
+    (None, "get_sequence_parallel_group zenflow_config"),
+]  # fmt: skip
+"""Answers that are the same in every run, and the methods that give them: deepzero has no other way."""
+
+NOT_HERE = {
+    "pipeline parallelism is not implemented":
+        "train_batch eval_batch",
+    "the profiler and the ledger of deepzero take their place":
+        "timers tput_timer engine_timers get_wall_clock_timers flops_profiler print_forward_breakdown aio_config "
+        "swap_tensor_config",
+    "runs are logged by deepzero.monitor, or by a function in engine.on_step":
+        "monitor summary_events",
+    "curriculum learning, data sampling and token dropping are not implemented":
+        "set_custom_curriculum_learning_schedule set_data_post_process_func data_efficiency_config "
+        "data_sampling_config curriculum_learning_config random_ltd_config random_ltd_initialize",
+    "gradients are reduced bucket by bucket, see engine.allreduce_gradients":
+        "allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback sparse_allreduce "
+        "sparse_allreduce_bucket sparse_allreduce_no_retain sparse_all_gather all_gather_scalar clip_fp32_gradients",
+    "there are no compiler passes of its own":
+        "register_compile_pass get_compile_time get_deepcompile_backend get_deepspeed_compile_backend "
+        "get_autosp_backend get_autotp_backend",
+    "DeepSpeed's own mixtures of experts are not implemented":
+        "load_moe_state_dict num_experts moe_layers",
+}  # fmt: skip
+"""Why a name is missing, and which names."""
+
+
+def _used(block: Any) -> Any:
+    return block if block.device != "none" else None
 
 
 class EngineGetters(Engine):
@@ -23,7 +105,14 @@ class EngineGetters(Engine):
     training_dataloader: DataLoader[Any] | None = None
 
     global_rank = property(attrgetter("comm.rank"))
-    world_size = property(attrgetter("comm.world_size"))
+    world_size = dp_world_size = property(attrgetter("comm.world_size"))
+    data_parallel_group = seq_data_parallel_group = property(lambda self: world_group())
+    client_optimizer = basic_optimizer = property(attrgetter("optimizer"))
+    inside_no_sync_ctxt = property(attrgetter("state.inside_no_sync"))
+    is_compiled = property(lambda self: self.module._compiled_call_impl is not None)
+    mp_world_size = 1
+    mpu = seq_parallel_group = None
+    pipeline_parallelism = has_moe_layers = False
     local_rank = property(lambda self: process_group.local_rank())
     device = property(attrgetter("comm.device"))
     ledger = property(attrgetter("comm.ledger"))
@@ -46,48 +135,6 @@ class EngineGetters(Engine):
     def get_batch_info(self) -> tuple[int, int, int]:
         """Sequences per optimizer step, sequences per micro-batch of a rank, micro-batches per optimizer step."""
         return self.batch.global_batch, self.batch.micro_batch, self.batch.accumulation
-
-    # ---- settings ----------------------------------------------------------------------------------------------------
-
-    def gradient_clipping(self) -> float:
-        """Largest global gradient norm; 0: off."""
-        return self.config.gradient_clipping
-
-    def steps_per_print(self) -> int | None:
-        """Optimizer steps between two lines that the engine prints; None: it prints none."""
-        return self.config.steps_per_print
-
-    def zero_optimization(self) -> bool:
-        """Whether anything is partitioned."""
-        return self.config.zero.stage > 0
-
-    def zero_optimization_stage(self) -> int:
-        """0, 1, 2 or 3."""
-        return self.config.zero.stage
-
-    def fp16_enabled(self) -> bool:
-        """Whether the model computes in fp16, under a loss scale."""
-        return self.config.precision.dtype == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether the model computes in bf16."""
-        return self.config.precision.dtype == "bf16"
-
-    # ---- ranks -------------------------------------------------------------------------------------------------------
-
-    @property
-    def dp_world_size(self) -> int:
-        """Ranks that share the data: all of them."""
-        return self.world_size
-
-    @property
-    def mp_world_size(self) -> int:
-        """Ranks that share one copy of a layer: one."""
-        return 1
-
-    def get_data_parallel_rank(self) -> int:
-        """This rank among those that share the data."""
-        return self.global_rank
 
     # ---- offload -----------------------------------------------------------------------------------------------------
 
@@ -171,3 +218,42 @@ class EngineGetters(Engine):
     def get_mom(self) -> list[Any]:
         """Momentum of every param group: ``betas`` where the optimizer has them, else ``momentum``, else 0."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank among those that share the data: all of them."""
+        return int(self.comm.rank)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine has not is the module's, as in DeepSpeed: ``engine.generate``."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = vars(self).get("_modules", {}).get("module")
+            with contextlib.suppress(AttributeError):
+                return getattr(module, name)
+        for why, names in NOT_HERE.items():
+            if name in names.split():
+                raise AttributeError(f"the engine has no {name}: {why}")
+        raise AttributeError(f"neither {type(self).__name__} nor its module has an attribute {name!r}")
+
+
+def _getter(name: str, answer: Callable[[EngineConfig], Any]) -> None:
+    def getter(self: EngineGetters) -> Any:
+        return answer(self.config)
+
+    getter.__name__, getter.__qualname__ = name, f"EngineGetters.{name}"
+    getter.__doc__ = f"What the settings say. Source: ``{name}`` of [DeepSpeed]'s engine."
+    setattr(EngineGetters, name, getter)
+
+
+def _constant(value: Any) -> Callable[[EngineConfig], Any]:
+    return lambda config: value
+
+
+for _name, _path in SETTINGS.items():
+    _getter(_name, attrgetter(_path))
+for _name, _answer in ANSWERS.items():
+    _getter(_name, _answer)
+for _value, _names in ALWAYS:
+    for _name in _names.split():
+        _getter(_name, _constant(_value))

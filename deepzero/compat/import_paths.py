@@ -20,6 +20,7 @@ VERSION = "0.19.8"
 _ADAM = "deepzero.ops.adam: *; !ZenFlow: ZenFlowCPUAdam ZenFlowSelectiveAdamW"
 _COMM = "deepzero.compat.comm: *; deepzero.compat.accelerator: get_accelerator; deepzero.compat.log: *"
 _ESTIMATES = "!estimate by DeepSpeed's formula (tools/plan.py has its own): "
+_NAMES = "deepzero.compat.optimizer_names:"
 _INTERNALS = "!such step of its own: "
 _VERSION = f"=: version={VERSION} git_hash=deepzero git_branch=deepzero"
 _LINES = {
@@ -66,7 +67,7 @@ _LINES = {
     "runtime.activation_checkpointing": "",
     "runtime.activation_checkpointing.checkpointing": "deepzero.compat.utilities: checkpoint configure "
     "non_reentrant_checkpoint=checkpoint",
-    "runtime.base_optimizer": "",
+    "runtime.base_optimizer": f"{_NAMES} ZeROOptimizer DeepSpeedOptimizer=ZeROOptimizer",
     "runtime.bf16_optimizer": "!optimizer wrapper: BF16_Optimizer",
     "runtime.config": "deepzero.config.strict: DeepSpeedConfigError=ConfigError; =: ADAM_OPTIMIZER=adam "
     "ADAMW_OPTIMIZER=adamw",
@@ -78,7 +79,7 @@ _LINES = {
     "runtime.fp16.fused_optimizer": "!optimizer wrapper: FP16_Optimizer",
     "runtime.fp16.loss_scaler": "deepzero.runtime.loss_scaler: *",
     "runtime.fp16.unfused_optimizer": "!optimizer wrapper: FP16_UnfusedOptimizer",
-    "runtime.lr_schedules": "deepzero.runtime.lr_schedules: *",
+    "runtime.lr_schedules": "deepzero.compat.lr_schedules: *",
     "runtime.pipe": "deepspeed.pipe: *",
     "runtime.pipe.engine": "!pipeline parallelism: PipelineEngine",
     "runtime.pipe.module": "deepspeed.pipe: *",
@@ -94,7 +95,7 @@ _LINES = {
     "runtime.zero.mics": "deepzero.zero: MiCS_Init",
     "runtime.zero.offload_config": "deepzero.zero: OffloadDeviceEnum OffloadStateTypeEnum",
     "runtime.zero.offload_states": "deepzero.zero: get_state_devices",
-    "runtime.zero.parameter_offload": f"{_INTERNALS} DeepSpeedZeRoOffload ZeROOrderedDict",
+    "runtime.zero.parameter_offload": f"{_NAMES} DeepSpeedZeRoOffload=NoOptimizer; {_INTERNALS} ZeROOrderedDict",
     "runtime.zero.partition_parameters": "deepzero.compat.saved_tensors: ZeroParamStatus; deepzero.zero: *; "
     "torch: _orig_torch_arange=arange; "
     "deepzero.compat.utilities: zero_wrapper_for_fp_tensor_constructor; deepzero.compat.accelerator: get_accelerator; "
@@ -103,11 +104,11 @@ _LINES = {
     "MultipleAllGatherHandles partitioned_param_data_shape",
     "runtime.zero.partitioned_param_coordinator": "deepzero.runtime.zero.partitioned_param_coordinator: "
     "PartitionedParameterCoordinator InflightParamRegistry",
-    "runtime.zero.stage3": "deepzero.zero: *; "
+    "runtime.zero.stage3": f"{_NAMES} DeepSpeedZeroOptimizer_Stage3; deepzero.zero: *; "
     f"{_ESTIMATES} estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_live "
     "estimate_zero3_model_states_mem_needs_all_cold",
-    "runtime.zero.stage_1_and_2": f"{_INTERNALS} split_half_float_double; {_ESTIMATES} "
-    "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_live "
+    "runtime.zero.stage_1_and_2": f"{_NAMES} DeepSpeedZeroOptimizer; {_INTERNALS} split_half_float_double; "
+    f"{_ESTIMATES} estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_live "
     "estimate_zero2_model_states_mem_needs_all_cold",
     "runtime.zero.tiling": "deepzero.zero: TiledLinear TiledLinearReturnBias",
     "runtime.zero.utils": "deepzero.checkpoint.errors: ZeRORuntimeException=CheckpointError",

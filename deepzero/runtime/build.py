@@ -233,7 +233,7 @@ def choose_parameters(
         log.warning(
             "%d trainable parameters are in no optimizer group and will not change: %s …", len(left_out), left_out[0]
         )
-    if not any(param.numel() for params in chosen for param in params):
+    if chosen and not any(param.numel() for params in chosen for param in params):
         raise ConfigError("the optimizer holds no trainable parameter; ZeRO has nothing to partition")
     return chosen
 
@@ -382,5 +382,5 @@ def _build_reducer(
     # NCCL sums in its own order, at its own speed; elsewhere exact sums are the faster ones too (docs/log.md).
     method = config.comm.reduce or ("native" if comm.backend == "nccl" and strategy is None else "exact")
     whole = config.zero.stage == 0 or not config.zero.reduce_scatter
-    capacity = max(group.layout.largest_bucket for group in groups)
+    capacity = max((group.layout.largest_bucket for group in groups), default=0)
     return BucketReducer(comm, capacity, dtypes.wire, method, whole, depth, strategy=strategy)

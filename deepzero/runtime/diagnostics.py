@@ -29,15 +29,23 @@ def params_sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def whole_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The model's state dict with a copy of each whole parameter, gathered one by one. A collective."""
-    state, copies = model.state_dict(), {}
+def whole_state_dict(model: nn.Module, with_frozen: bool = True, on_cpu_of_rank_0: bool = False) -> dict[str, Any]:
+    """The model's state dict with a copy of each whole parameter, gathered one by one. A collective.
+
+    Without ``with_frozen`` parameters that are not trained are left out; ``on_cpu_of_rank_0`` gives others nothing.
+    """
+    state, copies, mine = model.state_dict(), dict[nn.Parameter, torch.Tensor](), process_group.rank() == 0
     for name, param in model.named_parameters(remove_duplicate=False):
-        if name in state:
+        if name in state and not with_frozen and not param.requires_grad:
+            del state[name]
+        elif name in state:
             if param not in copies:  # else tied: one tensor under all its names
                 with GatheredParameters(param):
-                    copies[param] = param.detach().clone()
+                    device = param.device if not on_cpu_of_rank_0 else "cpu" if mine else "meta"
+                    copies[param] = param.detach().to(device, copy=True)
             state[name] = copies[param]
+    if on_cpu_of_rank_0:
+        return {name: value.cpu() if torch.is_tensor(value) else value for name, value in state.items() if mine}
     return state
 
 

@@ -47,6 +47,7 @@ from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.zero.optimizer_shard import clip_divisor
 from deepzero.runtime.zero.tensor_fragment import TensorFragments
+from deepzero.utils.errors import MisuseError
 
 # Skipped optimizer steps in a row whose losses are not finite, after which fp16 training stops. A smaller loss scale
 # makes no difference to a forward pass. One bad batch is skipped, and so are a few; but a skipped step leaves the
@@ -206,8 +207,8 @@ class Engine(nn.Module):
         Returns:
             The loss divided by the number of micro-batches, as DeepSpeed returns it.
         """
-        _check_loss("backward", loss)
         self._check_pass("backward")
+        _check_loss("backward", loss)
         # The loss itself is not divided before the pass: the mean over ranks and micro-batches is one division at the
         # boundary, of fp32 sums, and costs no pass over the gradients of its own.
         steps = self.batch.accumulation
@@ -239,7 +240,7 @@ class Engine(nn.Module):
         if self.state.destroyed:
             raise RuntimeError("engine.step() after engine.destroy(): give the model to deepzero.initialize again")
         if self.state.inside_no_sync:
-            raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
+            raise MisuseError("engine.step() inside engine.no_sync(): leave the context first")
         self._check_pass("engine.step()")
         if self.passes.count == 0:
             raise RuntimeError(
@@ -393,12 +394,13 @@ class Engine(nn.Module):
         """As in DDP: no reduction inside. Stages 0 and 1 reduce at the boundary alone, so nothing changes for them."""
         stage = self.config.zero.stage
         if stage >= 2:
-            raise RuntimeError(
-                f"no_sync would keep whole gradients, which is what zero.stage={stage} is there to avoid. Without it "
+            raise MisuseError(
+                f"the no_sync context manager is incompatible with zero.stage={stage}, which is there to avoid the "
+                "whole gradients that it would keep. Without it "
                 "each micro-batch is reduced as it comes, to the same sums; with zero.stage=1 once per step"
             )
         if self.state.inside_no_sync:
-            raise RuntimeError("no_sync is entered already")
+            raise MisuseError("no_sync is entered already")
         self.state.inside_no_sync = True
         try:
             yield

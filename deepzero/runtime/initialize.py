@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
 
 from deepzero.comm import process_group
 from deepzero.comm.topology import check_ranks
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
+from deepzero.compat.optimizer_names import NoOptimizer
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
@@ -33,13 +37,19 @@ def initialize(
     model_parameters: Iterable[Any] | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: EngineConfig | Mapping[str, Any] | str | Path | None = None,
+    mesh_param: Any = None,
     config_params: Mapping[str, Any] | None = None,
     total_steps: int | None = None,
-) -> tuple[DeepSpeedEngine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
+) -> tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]:
     """Wrap a model for training under ZeRO; joins the process group when nobody has.
+
+    Without an optimizer, here and in the configuration, the engine evaluates and does not train: it holds the
+    parameters (stage 3: this rank's part) and nothing else, and none of them requires a gradient.
 
     Args:
         args: ``args.deepspeed_config`` is read, when ``config`` is None.
@@ -48,17 +58,21 @@ def initialize(
         optimizer: an elementwise optimizer over ``model``'s parameters, or a callable that makes one from them; None
             builds the one that the configuration names. Afterwards it holds this rank's fp32 masters. What is given
             here wins over the configuration's block, with a warning; so does ``lr_scheduler``.
-        model_parameters: for an optimizer that is built here; None takes all trainable parameters.
+        model_parameters: for an optimizer that is built here; None takes all trainable parameters. Beside an optimizer
+            object they have nothing to say, and what it does not hold does not train: a warning says so.
         training_data: a dataset; the third return value is then a loader of this rank's micro-batches.
         lr_scheduler: an object with ``step()``, a callable that makes one from the optimizer, or None for the config's.
+        distributed_port: where ranks meet, when they meet here and ``MASTER_PORT`` is not set.
+        mpu: for model parallelism, which deepzero has not; only one that says so of every rank is taken.
         dist_init_required: False refuses to join a process group here.
         collate_fn: for the loader.
         config: a DeepSpeed-style mapping, the path of a JSON file with one, or an :class:`EngineConfig`.
+        mesh_param: for sequence parallelism, which deepzero has not.
         config_params: the older name of ``config``.
         total_steps: optimizer steps of the whole run, for schedules that end with it.
 
     Returns:
-        ``(engine, optimizer, dataloader, lr_scheduler)``.
+        ``(engine, optimizer, dataloader, lr_scheduler)``; None in place of what there is not.
 
     Raises:
         ConfigError, RankMismatchError: settings that cannot be used, or that differ between ranks.
@@ -77,34 +91,54 @@ def initialize(
     """
     settings, problem = EngineConfig(), None
     try:
-        from_args = getattr(args, "deepspeed_config", None)
-        given = [value for value in (config, config_params, from_args) if value is not None]
-        twice = "the configuration is given twice (config, config_params, args.deepspeed_config); give it once"
-        if len(given) > 1:
-            raise ConfigError(twice)
-        settings = load_engine_config(given[0] if given else None)
+        settings = _only_config(config, config_params, args)
+        _refuse_other_parallelism(mpu, mesh_param)
     except ConfigError as error:
         problem = error
     if dist_init_required is False and not process_group.is_initialized():
         raise ConfigError("dist_init_required=False, but this process has joined no process group")
+    if distributed_port is not None and "WORLD_SIZE" in os.environ:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
     process_group.init_distributed(timeout_seconds=settings.comm.timeout_seconds)
-    model, chosen = _agreed(problem, settings, model, optimizer, model_parameters)
+    model, chosen = _agreed(problem, settings, model, optimizer, model_parameters, lr_scheduler)
     _warn_of_two("lr_scheduler", lr_scheduler, settings.scheduler)
     if callable(lr_scheduler) and not callable(getattr(lr_scheduler, "step", None)):
         lr_scheduler = lr_scheduler(chosen)
+    trains = not isinstance(chosen, NoOptimizer)
+    settings = settings if trains else dataclasses.replace(settings, scheduler=None)
     engine = DeepSpeedEngine(model, chosen, settings, lr_scheduler, total_steps)
     if training_data is not None:
-        # This rank's micro-batches, reshuffled by ``loader.sampler.set_epoch``; an incomplete last batch is dropped.
-        ranks = (engine.world_size, engine.global_rank)
-        sampler: DistributedSampler[Any] = DistributedSampler(training_data, *ranks, drop_last=True)
-        engine.training_dataloader = DataLoader(
-            training_data, engine.batch.micro_batch, sampler=sampler, collate_fn=collate_fn, drop_last=True
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    return engine, chosen if trains else None, engine.training_dataloader, engine.lr_scheduler
+
+
+def _only_config(config: Any, config_params: Any, args: Any) -> EngineConfig:
+    from_args = [getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")]
+    given = [value for value in (config, config_params, *from_args) if value is not None]
+    if len(given) > 1:
+        twice = "the configuration is given twice (config, config_params, args.deepspeed_config); give it once"
+        raise ConfigError(twice)
+    return load_engine_config(given[0] if given else None)
+
+
+def _refuse_other_parallelism(mpu: Any, mesh_param: Any) -> None:
+    sizes = [getattr(mpu, f"get_{kind}_parallel_world_size", None) for kind in ("model", "tensor_model", "pipeline")]
+    if mpu is not None and (not any(sizes) or any(size is not None and size() != 1 for size in sizes)):
+        raise ConfigError(
+            "mpu= divides a model among ranks (tensor or pipeline parallelism), which deepzero has not: every rank "
+            "shares the data. Leave it out, or let its get_model_parallel_world_size() be 1"
         )
-    return engine, chosen, engine.training_dataloader, engine.lr_scheduler
+    if mesh_param is not None:
+        raise ConfigError(f"mesh_param={mesh_param!r}: deepzero has no sequence parallelism; leave it out")
 
 
 def _agreed(
-    problem: Exception | None, settings: EngineConfig, model: nn.Module | None, optimizer: Any, model_parameters: Any
+    problem: Exception | None,
+    settings: EngineConfig,
+    model: nn.Module | None,
+    optimizer: Any,
+    model_parameters: Any,
+    lr_scheduler: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Check what this rank was given, then tell the other ranks: all start, or all raise."""
     try:
@@ -126,6 +160,11 @@ def _agreed(
         check_parameters(model)
         chosen = _optimizer(model, optimizer, model_parameters, settings)
         check_elementwise(chosen)
+        if isinstance(lr_scheduler, LRScheduler) and lr_scheduler.optimizer is not chosen:
+            raise ConfigError(
+                "lr_scheduler= was built for another optimizer than the one that trains, whose rates it would never "
+                "change; build it from the optimizer= that you pass, or pass a callable that makes it from one"
+            )
         mine = describe(settings, model, chosen)
     except Exception as error:
         agree_to_start(error, {})
@@ -164,16 +203,20 @@ def _optimizer(
             kind = type(item).__name__
             raise ConfigError(f"model_parameters holds {kind} objects: give parameters, or groups of them")
     if isinstance(optimizer, torch.optim.Optimizer):
-        # With an optimizer object ``model_parameters`` has nothing left to say; a contradiction is refused.
+        # With an optimizer object ``model_parameters`` has nothing left to say.
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         flat = [p for item in given or () for p in (item["params"] if isinstance(item, Mapping) else [item])]
-        missing = [tuple(p.shape) for p in flat if p.requires_grad and id(p) not in held]
-        if missing:
-            raise ConfigError(
-                f"model_parameters holds {len(missing)} parameters that optimizer= does not, first of shape "
-                f"{missing[0]}"
-            )
+        missing = [
+            tuple(p.shape) for p in flat if isinstance(p, torch.Tensor) and p.requires_grad and id(p) not in held
+        ]
+        if missing and process_group.rank() == 0:
+            log.warning(
+                "model_parameters= is ignored, as optimizer= is given; it holds %d parameters that the optimizer does "
+                "not and that will not train, first of shape %s", len(missing), missing[0],
+            )  # fmt: skip
         return optimizer
+    if optimizer is None and settings.optimizer is None:
+        return NoOptimizer()
     parameters = [param for param in model.parameters() if param.requires_grad] if given is None else given
     if not parameters:
         where = "model has no parameter that requires a gradient" if given is None else "model_parameters is empty"
@@ -183,8 +226,8 @@ def _optimizer(
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(f"the optimizer callable returned a {type(made).__name__}, not a torch optimizer")
         return made
-    if settings.optimizer is None:
-        raise ConfigError('no optimizer: pass optimizer= to initialize, or set "optimizer": {"type": …} in the config')
+    if optimizer is not None or settings.optimizer is None:
+        raise ConfigError(f"optimizer= must be a torch optimizer or a callable that makes one, not {optimizer!r}")
     return build_optimizer(settings.optimizer, parameters, settings.zero.offload_optimizer.device == "cpu")
 
 

@@ -18,13 +18,14 @@ after a step that was skipped (fp16 overflow): such a step uses up data, but no 
 ``WarmupDecayLR``        the same, then a straight line to ``warmup_min_lr`` at T
 ``WarmupCosineLR``       0 for k = 0; up from ``warmup_min_ratio``; then half a cosine to ``cos_min_ratio``
 ``OneCycle``             ``cycle_min_lr``, up, down, then decay; Adam's first beta moves the other way
+``LRRangeTest``          ``lr_range_test_min_lr``, and up in a line without end, smoothly or in stairs
 =======================  ============================================================================================
 
 T is ``total_steps`` (``total_num_steps`` in DeepSpeed's); when it is not given, it is the length of the run. deepzero's
 own waste no step on a rate of zero. DeepSpeed's count ``last_batch_iteration``, which is -1 after construction and 0
 after the first ``step()``: step k > 0 has the value of iteration k - 1, so warm-ups start *twice* at the bottom, and
 with the default ``warmup_min_lr`` of 0 the first two optimizer steps move no parameter; scripts tuned there get the
-same here. Where DeepSpeed warns and goes on (an unknown ``warmup_type``), these raise. ``LRRangeTest`` is left out.
+same here. Where DeepSpeed warns and goes on (an unknown ``warmup_type``), these raise.
 
 Sources: ``runtime/lr_schedules.py`` in [DeepSpeed] for its names, defaults and values, against which they are tested;
 the cosine is that of [SGDR], in the form of [nanoGPT]; warm-up, stable, decay is that of [MiniCPM], with a fifth of the
@@ -293,6 +294,25 @@ class OneCycle(Curve):
         return [(beta, BETA2) for beta in first]
 
 
+@dataclass(frozen=True)
+class LRRangeTest(Curve):
+    """A line upwards, to find the rate at which a model stops to learn."""
+
+    lr_range_test_min_lr: PerGroup = 1e-3  # of step 0
+    lr_range_test_step_size: int = 2000  # steps for which one lr_range_test_step_rate is added
+    lr_range_test_step_rate: float = 1.0  # in parts of lr_range_test_min_lr
+    lr_range_test_staircase: bool = False  # all at once after so many steps
+
+    def __post_init__(self) -> None:
+        self.least(1, "lr_range_test_step_size")
+
+    def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
+        """The same line for each group; of ``base_lrs`` only the number counts."""
+        size = self.lr_range_test_step_size
+        factor = 1 + self.lr_range_test_step_rate * (done // size if self.lr_range_test_staircase else done / size)
+        return [lr * factor for lr in self._per_group("lr_range_test_min_lr", len(base_lrs))]
+
+
 # ---- when ------------------------------------------------------------------------------------------------------------
 
 
@@ -369,7 +389,7 @@ CURVES: dict[str, type[Curve]] = {
     "constant": Constant,
     "warmup_cosine": WarmupCosine,
     "warmup_stable_decay": WarmupStableDecay,
-    **{cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle)},
+    **{cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)},
 }
 """``scheduler.type`` and the curve it means."""
 
@@ -395,7 +415,7 @@ def build_scheduler(
         hint = "".join(f"; did you mean {name!r}?" for name in CURVES if name.lower() in near)
         raise ConfigError(f"scheduler.type={config.type!r} is not one of {', '.join(CURVES)}{hint}")
     cls, params, last = CURVES[config.type], dict(config.params), -1
-    if issubclass(cls, (DeepSpeedWarmup, OneCycle)):
+    if issubclass(cls, (DeepSpeedWarmup, OneCycle, LRRangeTest)):
         last = convert(int, params.pop("last_batch_iteration", -1), "scheduler.params.last_batch_iteration")
     for name in {"total_steps", "total_num_steps"} & {field.name for field in dataclasses.fields(cls)}:
         if params.get(name) is None:

@@ -181,7 +181,7 @@ def bucket_bytes(
     Exact sums receive the other ranks' parts, the backend's own reduce-scatter one part; qgZ's messages have room in
     the same place.
     """
-    capacity = max(layout.largest_bucket for layout in layouts)
+    capacity = max((layout.largest_bucket for layout in layouts), default=0)
     part = capacity // world_size
     received = part * (world_size - 1) if sizes.exact else (0 if sizes.whole_reduce else part)
     mail, chunk = received * sizes.wire, chunk_for(device_type, part)

@@ -1,5 +1,12 @@
-"""The error that a user's settings raise, from any folder."""
+"""The errors that a user's settings and calls raise, from any folder."""
 
 
-class ConfigError(ValueError):
-    """A setting that cannot be used. The message says which key, which value, and what to write instead."""
+class ConfigError(ValueError, AssertionError):
+    """A setting that cannot be used. The message says which key, which value, and what to write instead.
+
+    DeepSpeed asserts what it asks of settings, so programs written for it catch an ``AssertionError``.
+    """
+
+
+class MisuseError(RuntimeError, AssertionError):
+    """A call that this engine, or this moment, does not allow; an ``AssertionError`` for the same reason."""

@@ -1,5 +1,6 @@
 """Schedules: the shape of deepzero's own, every number of DeepSpeed's, resuming, and what is refused."""
 
+import argparse
 import itertools
 import json
 import logging
@@ -8,6 +9,7 @@ import math
 import pytest
 import torch
 
+from deepzero.compat import lr_schedules
 from deepzero.config.engine import SchedulerConfig
 from deepzero.config.strict import ConfigError
 from deepzero.runtime.lr_schedules import CURVES, Scheduler, build_scheduler
@@ -104,6 +106,7 @@ class TestScheduler:
             "warmup_cosine": {"warmup_steps": 3},
             "warmup_stable_decay": {"warmup_steps": 3},
             "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.9, "cycle_first_step_size": 4},
+            "LRRangeTest": {"lr_range_test_step_size": 4},
         }.get(kind, {"warmup_num_steps": 3})
         optimizer = adam(0.7)
         whole = build_scheduler(SchedulerConfig(kind, params), optimizer, 15)
@@ -193,6 +196,10 @@ FROZEN = [
      "decay_step_size": 1, "decay_lr_rate": 1.0}, [0, 0.25, 0.5, 0.75, 1, 0.5, 0, 0, 0]),
     ("OneCycle", {"cycle_min_lr": 1.0, "cycle_max_lr": 2.0, "cycle_first_step_size": 1, "decay_step_size": 2,
      "decay_lr_rate": 1.0}, [1, 2, 1, 1 / 1.5, 1 / 2, 1 / 2.5]),
+    ("LRRangeTest", {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 3.0},
+     [0.1, 0.25, 0.4, 0.55, 0.7]),
+    ("LRRangeTest", {"lr_range_test_min_lr": 0.5, "lr_range_test_step_size": 2, "lr_range_test_staircase": True},
+     [0.5, 0.5, 1, 1, 1.5]),
 ]  # fmt: skip
 
 
@@ -243,6 +250,8 @@ def situations():
     plain = {"cycle_min_lr": 0.01, "cycle_max_lr": 1.5, "cycle_first_step_size": 7}
     yield "OneCycle", plain, sgd, ()
     yield "OneCycle", {**plain, "cycle_momentum": False}, adam, ()
+    for stairs in (False, True):
+        yield "LRRangeTest", {"lr_range_test_step_size": 7, "lr_range_test_staircase": stairs}, sgd, (1, 2)
 
 
 class TestAgainstDeepSpeed:
@@ -261,6 +270,8 @@ class TestAgainstDeepSpeed:
         """Of every optimizer step, those of DeepSpeed's class."""
         ours_opt, their_opt = make(*lrs), make(*lrs)
         ours = build_scheduler(SchedulerConfig(kind, params), ours_opt)
+        named_opt = make(*lrs)
+        named = getattr(lr_schedules, kind)(named_opt, **params)
         other = getattr(theirs, kind)(their_opt, **params)
         for step in range(60):
             for mine, group in zip(ours_opt.param_groups, their_opt.param_groups, strict=True):
@@ -268,6 +279,10 @@ class TestAgainstDeepSpeed:
                 if "betas" in group:
                     assert mine["betas"] == pytest.approx(group["betas"], rel=1e-12), f"optimizer step {step}"
             assert ours.state_dict() == other.state_dict()
+            named_opt_rates = [group["lr"] for group in named_opt.param_groups]
+            assert named_opt_rates == [group["lr"] for group in ours_opt.param_groups]
+            assert (named.get_mom() or []) == pytest.approx((kind == "OneCycle" and other.get_mom()) or [], rel=1e-12)
+            named.step()
             ours.step()
             other.step()
             assert ours.get_last_lr() == pytest.approx(other.get_last_lr(), rel=1e-12, abs=1e-15)
@@ -282,6 +297,46 @@ class TestAgainstDeepSpeed:
             ours.step()
             other.step()
             assert ours_opt.param_groups[0]["lr"] == pytest.approx(their_opt.param_groups[0]["lr"], rel=1e-12)
+
+
+def test_schedules_as_classes():
+    """DeepSpeed's order of arguments, and the attributes that its scripts read."""
+    optimizer = sgd(0.5, 2.0)
+    scheduler = lr_schedules.WarmupLR(optimizer, 0.1, None, 8, warmup_type="linear")
+    assert isinstance(scheduler, Scheduler) and type(scheduler).__name__ == "WarmupLR"
+    assert (scheduler.min_lrs, scheduler.max_lrs, scheduler.warmup_num_steps) == ([0.1, 0.1], [0.5, 2.0], 8)
+    scheduler.step(8)
+    assert scheduler.get_last_lr() == [group["lr"] for group in optimizer.param_groups] == [0.5, 2.0]
+    cosine = lr_schedules.WarmupCosineLR(sgd(), total_num_steps=100, warmup_num_steps=10)
+    cosine.step(1)
+    assert cosine.get_lr_ratio() == pytest.approx(math.log(2) / math.log(10)) and cosine.get_mom() is None
+    cycle = lr_schedules.OneCycle(adam(), 0.1, 0.2, cycle_first_step_size=4, cycle_first_stair_count=2)
+    assert (cycle.step_ratio, cycle.second_step_size, cycle.second_stair_count) == (0.5, 4, 2)
+    assert cycle.get_mom() == [(0.9, 0.99)] and cycle.optimizer.param_groups[0]["betas"] == (0.8, 0.99)
+    with pytest.raises(AttributeError, match="OneCycle has no attribute 'warmup_type'"):
+        _ = cycle.warmup_type
+    for wrong in ({"warmup_num_steps": None}, {"warmup_num_steps": -5}, {"warmup_min_lr": [1.0, 2.0]}):
+        with pytest.raises(ValueError, match="warmup"):
+            lr_schedules.WarmupLR(sgd(), **wrong)
+    with pytest.raises(TypeError, match="WarmupLR takes an optimizer and, once each, warmup_min_lr, warmup_max_lr"):
+        lr_schedules.WarmupLR(sgd(), 0.1, warmup_min_lr=0.2)
+    with pytest.raises(TypeError, match="needs a torch optimizer, it got a int"):
+        lr_schedules.LRRangeTest(3)
+
+
+@pytest.mark.parametrize("kind", lr_schedules.VALID_LR_SCHEDULES)
+def test_schedules_from_the_command_line(kind):
+    words = ["--lr_schedule", kind, "--cycle_first_stair_count", "3", "--lr_range_test_staircase"]
+    args = lr_schedules.add_tuning_arguments(argparse.ArgumentParser()).parse_args(words)
+    config, problem = lr_schedules.get_config_from_args(args)
+    scheduler = build_scheduler(SchedulerConfig(**config), adam(), 20)
+    expected = {"OneCycle": ("cycle_first_stair_count", 3), "LRRangeTest": ("lr_range_test_staircase", True)}
+    name, value = expected.get(kind, ("warmup_num_steps", 1000))
+    assert problem is None and getattr(scheduler.curve, name) == value == config["params"][name]
+    highest = {"OneCycle": 0.1, "WarmupCosineLR": None}.get(kind, 0.001)
+    assert lr_schedules.get_lr_from_config(config)[0] == highest
+    assert lr_schedules.get_config_from_args(argparse.Namespace(lr_schedule="none"))[0] is None
+    assert [lr_schedules.LR_RANGE_TEST, lr_schedules.WARMUP_NUM_STEPS] == ["LRRangeTest", "warmup_num_steps"]
 
 
 def test_scheduler_works_with_a_curve_of_the_users():

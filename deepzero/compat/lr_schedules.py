@@ -1,0 +1,152 @@
+"""DeepSpeed's schedules as classes that take an optimizer: ``WarmupLR(optimizer, warmup_num_steps=10)``.
+
+Each is a :class:`~deepzero.runtime.lr_schedules.Scheduler` over the curve of its name, made by :func:`build_scheduler`,
+which checks the arguments. What ``initialize`` builds from a config's block is of these classes too.
+
+Source: ``runtime/lr_schedules.py`` in [DeepSpeed]: names, order and defaults of arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepzero.config.engine import SchedulerConfig
+from deepzero.runtime.lr_schedules import BETA2, CURVES, Scheduler, build_scheduler
+
+# Of each class: its arguments in order, with the defaults of the command line's options (None: left out).
+_WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
+_RATES = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.001, **_WARMUP}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "LRRangeTest": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 1000, "lr_range_test_step_rate": 1.0,
+                    "lr_range_test_staircase": False},
+    "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "decay_lr_rate": 0.0, "cycle_first_step_size": 1000,
+                 "cycle_second_step_size": None, "cycle_first_stair_count": None, "cycle_second_stair_count": None,
+                 "decay_step_size": 1000, "cycle_momentum": False, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9,
+                 "decay_mom_rate": 0.0},
+    "WarmupLR": _RATES,
+    "WarmupDecayLR": {"total_num_steps": None, **_RATES},
+    "WarmupCosineLR": {"total_num_steps": None, "warmup_min_ratio": 0.01, "warmup_num_steps": 1000,
+                       "cos_min_ratio": 0.01, "warmup_type": "log"},
+}  # fmt: skip
+VALID_LR_SCHEDULES = list(ARGUMENTS)
+_WORDS = {"LR_SCHEDULE": "lr_schedule", "WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear"} | {
+    "LR_RANGE_TEST": "LRRangeTest", "ONE_CYCLE": "OneCycle", "WARMUP_LR": "WarmupLR",
+    "WARMUP_DECAY_LR": "WarmupDecayLR", "WARMUP_COSINE_LR": "WarmupCosineLR",
+}  # fmt: skip
+_WORDS |= {name.upper(): name for arguments in ARGUMENTS.values() for name in arguments}
+
+
+class NamedScheduler(Scheduler):
+    """A scheduler over the curve that has its class's name; a curve's fields are its attributes."""
+
+    def __init__(self, optimizer: Any, *values: Any, **named: Any) -> None:
+        kind = type(self).__name__
+        names = [*ARGUMENTS[kind], "last_batch_iteration"]
+        if len(values) > len(names) or not named.keys().isdisjoint(names[: len(values)]):
+            raise TypeError(f"{kind} takes an optimizer and, once each, {', '.join(names)}")
+        inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise TypeError(f"{kind} needs a torch optimizer, it got a {type(optimizer).__name__}")
+        params = {**dict(zip(names, values, strict=False)), **named}
+        vars(self).update(vars(build_scheduler(SchedulerConfig(kind, params), inner)))
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """OneCycle's betas at this place of the curve; None where it leaves them alone."""
+        if not getattr(self.curve, "cycle_momentum", False):
+            return None
+        done, groups = self.last_batch_iteration + 1, len(self.base_lrs)
+        top: list[float] = self.curve._per_group("cycle_max_mom", groups)
+        return self.curve.betas(done, groups) if done else [(beta, BETA2) for beta in top]  # type: ignore[attr-defined]
+
+    def get_lr_ratio(self) -> float:
+        """The factor of the optimizer's own rates, of schedules that have one."""
+        return self.curve._factor(self.last_batch_iteration + 1)
+
+    def __getattr__(self, name: str) -> Any:
+        curve: Any = vars(self).get("curve")
+        for prefix in ("warmup", "cycle") if name in ("min_lrs", "max_lrs") else ():
+            if hasattr(curve, f"{prefix}_{name[:-1]}"):
+                given = getattr(curve, f"{prefix}_{name[:-1]}") is not None
+                return curve._per_group(f"{prefix}_{name[:-1]}", len(self.base_lrs)) if given else self.base_lrs
+        if name in ("first_step_size", "second_step_size", "first_stair_count", "second_stair_count"):
+            value = getattr(curve, f"cycle_{name}")
+            return getattr(curve, f"cycle_{name.replace('second', 'first')}") if value is None else value
+        if name == "step_ratio":
+            return self.first_step_size / (self.first_step_size + self.second_step_size)
+        if curve is None or name not in vars(curve):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return max(2, curve.warmup_num_steps) if name == "warmup_num_steps" else getattr(curve, name)
+
+
+# A checkpoint names the class of its schedule, and each of these goes on where any Scheduler has stopped.
+_CLASSES = {
+    kind: type(kind, (NamedScheduler,), {"__qualname__": "Scheduler", "__module__": Scheduler.__module__,
+                                         "__doc__": CURVES[kind].__doc__})
+    for kind in ARGUMENTS
+}  # fmt: skip
+
+
+def name_scheduler(scheduler: Any) -> None:
+    """Give what ``build_scheduler`` made of one of DeepSpeed's types its class here."""
+    if type(scheduler) is Scheduler and type(scheduler.curve).__name__ in _CLASSES:
+        scheduler.__class__ = _CLASSES[type(scheduler.curve).__name__]
+
+
+def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--lr_schedule`` and an option for each argument of DeepSpeed's schedules."""
+    group = parser.add_argument_group("Convergence Tuning", "learning-rate schedules")
+    group.add_argument("--lr_schedule", default=None, metavar="TYPE", help=", ".join(VALID_LR_SCHEDULES))
+    options = {name: default for arguments in ARGUMENTS.values() for name, default in arguments.items()}
+    for name, default in options.items():
+        if default is False:
+            group.add_argument(f"--{name}", action="store_true")
+        elif name != "total_num_steps":
+            group.add_argument(f"--{name}", default=default, type=int if default is None else type(default))
+    return parser
+
+
+def _override(*kinds: str) -> Callable[[Any, dict[str, Any]], None]:
+    def override(args: Any, params: dict[str, Any]) -> None:
+        """Copy the options that are there and not None."""
+        found = {name: getattr(args, name, None) for kind in kinds for name in ARGUMENTS[kind]}
+        params.update({name: value for name, value in found.items() if value is not None})
+
+    return override
+
+
+override_lr_range_test_params, override_1cycle_params = _override("LRRangeTest"), _override("OneCycle")
+override_warmupLR_params, override_warmupCosineLR_params = _override("WarmupLR"), _override("WarmupCosineLR")
+override_params = _override(*ARGUMENTS)
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """The command line's schedule options, and what else stands there."""
+    return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
+
+
+def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
+    """A config's ``scheduler`` block from parsed options, or None and what is wrong with them."""
+    kind = getattr(args, "lr_schedule", None)
+    if kind not in ARGUMENTS:
+        return None, f"--lr_schedule={kind!r} is not one of {', '.join(VALID_LR_SCHEDULES)}"
+    params: dict[str, Any] = {}
+    _override(kind)(args, params)
+    return {"type": kind, "params": params}, None
+
+
+def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
+    """The highest rate that a ``scheduler`` block names, or None and why there is none."""
+    keys = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr", "WarmupCosineLR": "no rate"}
+    key = keys.get(config.get("type", ""), "warmup_max_lr")
+    rate = config.get("params", {}).get(key)
+    return rate, "" if rate is not None else f"scheduler {config.get('type')!r} names no {key} in its params"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _CLASSES or name in _WORDS:
+        return _CLASSES.get(name) or _WORDS[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

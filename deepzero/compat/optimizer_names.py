@@ -1,0 +1,185 @@
+"""DeepSpeed's names on the optimizer that ``initialize`` returns, which stays the user's own object.
+
+DeepSpeed wraps the optimizer; here its class becomes a subclass of itself, with one more base that answers what the
+class does not know. Everything is read-only and looked up in the engine when it is asked for. Where DeepSpeed has one
+flat tensor for each parameter group, here is one for each *fragment*, which is what the optimizer holds
+([Note: why fragments] in ``stage_1_and_2.py``).
+
+Source: the attributes of these names in ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` and
+``runtime/fp16/loss_scaler.py`` of [DeepSpeed].
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from deepzero.comm.flight_recorder import world_group
+from deepzero.runtime.engine import Engine
+from deepzero.runtime.loss_scaler import GROWTH, LossScaler
+from deepzero.runtime.zero.guards import check_unclaimed
+from deepzero.utils.errors import MisuseError
+
+
+class LossScalerNames:
+    """A live view of a loss scaler under DeepSpeed's names."""
+
+    NAMES: ClassVar = {
+        "cur_scale": "scale", "loss_scale": "scale", "cur_iter": "iteration", "scale_window": "window",
+        "last_overflow_iter": "last_overflow_iteration", "min_scale": "min_scale", "min_loss_scale": "min_scale",
+        "cur_hysteresis": "hysteresis_left", "delayed_shift": "hysteresis",
+        "consecutive_hysteresis": "consecutive_hysteresis",
+    }  # fmt: skip
+
+    def __init__(self, scaler: LossScaler) -> None:
+        self._scaler = scaler
+        self.dynamic = self.dynamic_loss_scale = scaler.kind == "dynamic"
+        self.scale_factor = GROWTH
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.NAMES:
+            raise AttributeError(f"a loss scaler has no attribute {name!r}; it has {', '.join(self.NAMES)}")
+        return getattr(self._scaler, self.NAMES[name])
+
+
+class ParameterOffloadNames:
+    """What is taken of stage 3's hooks around a generation: nothing has to be removed, as gathered parameters stay."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.module, self.forward_hooks, self.backward_hooks = self, list[Any](), list[Any]()
+        self.named_parameters = engine.module.named_parameters
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """None that the modules do not find themselves."""
+        return iter(())
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """The hooks are there."""
+
+
+def _groups(engine: Engine, of: Callable[[Any], list[Any]]) -> list[Any]:
+    return [item for group in engine.zero.groups for item in of(group)]
+
+
+def _averaged_gradients(engine: Engine) -> dict[int, list[torch.Tensor]]:
+    """Copies of this rank's fragments of the means, times the loss scale, by optimizer group; empty before a pass."""
+    gradients, found = engine.zero.stage.gradients, dict[int, list[torch.Tensor]]()
+    if gradients.reduced:
+        gradients.drain()
+        owners = [group.optimizer_group for group in engine.zero.groups for _ in group.fragments]
+        for owner, part in zip(owners, engine.zero.optimizer_shard.parts, strict=True):
+            mean = part.grad.float() / (engine.comm.world_size * engine.batch.accumulation)
+            found.setdefault(owner, []).append(mean)
+    return found
+
+
+READ: dict[str, Callable[[Engine], Any]] = {
+    "overflow": lambda engine: engine.last_step is not None and engine.last_step.skipped,
+    "loss_scale": lambda engine: engine.scaler.scale,
+    "cur_scale": lambda engine: engine.scaler.scale,
+    "loss_scaler": lambda engine: LossScalerNames(engine.scaler),
+    "loss_scale_config": lambda engine: LossScalerNames(engine.scaler),
+    "dynamic_loss_scale": lambda engine: engine.scaler.kind == "dynamic",
+    "_global_grad_norm": lambda engine: engine.last_step.grad_norm if engine.last_step is not None else 0.0,
+    "clip_grad": lambda engine: engine.config.gradient_clipping,
+    "dtype": lambda engine: engine.zero.dtypes.compute,
+    "low_precision_dtype": lambda engine: engine.zero.dtypes.compute,
+    "gradient_accumulation_dtype": lambda engine: engine.zero.dtypes.accumulation,
+    "partition_count": lambda engine: engine.comm.world_size,
+    "dp_process_group": lambda engine: world_group(),
+    "optimizer": lambda engine: engine.optimizer,
+    "averaged_gradients": _averaged_gradients,
+}
+"""Attribute → what it reads, in every stage."""
+READ_1_AND_2 = READ | {
+    "bit16_groups": lambda engine: engine.zero.stage.bit16_groups,
+    "bit16_groups_flat": lambda engine: engine.zero.stage.bit16_groups_flat,
+    "parallel_partitioned_bit16_groups": lambda engine: [
+        bucket for group in engine.zero.stage.parallel_partitioned_bit16_groups for bucket in group
+    ],
+    "single_partition_of_fp32_groups": lambda engine: _groups(engine, lambda group: group.masters),
+    "nccl_start_alignment_factor": lambda engine: 2,
+}
+READ_3 = READ | {
+    "parameter_offload": ParameterOffloadNames,
+    "module": lambda engine: engine.module,
+    "fp16_groups": lambda engine: _groups(
+        engine, lambda group: [[group.params[fragment.slot.index]] for fragment in group.fragments]
+    ),
+    "fp16_partitioned_groups_flat": lambda engine: _groups(
+        engine, lambda group: [group.param_fragment(fragment) for fragment in group.fragments]
+    ),
+    "fp32_partitioned_groups_flat": lambda engine: _groups(engine, lambda group: group.masters),
+}
+
+
+class ZeROOptimizer:
+    """A base that an optimizer gets while it belongs to an engine, in stage 0 this one itself."""
+
+    NAMES = READ
+
+    def __getattr__(self, name: str) -> Any:
+        reference = vars(self).get("_deepzero_engine")
+        engine = reference() if reference is not None and name in self.NAMES else None
+        if engine is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self.NAMES[name](engine)
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """The base in stages 1 and 2."""
+
+    NAMES = READ_1_AND_2
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
+    """The base in stage 3."""
+
+    NAMES = READ_3
+
+
+class NoOptimizer(torch.optim.Optimizer):
+    """Stands in an engine that evaluates and does not train: no parameter, no state, no step."""
+
+    def __init__(self) -> None:
+        super().__init__([{"params": []}], {})
+        self.param_groups = []
+
+
+def refuse_to_train(call: str) -> None:
+    """A precondition of an engine with a :class:`NoOptimizer`."""
+    if call in ("backward", "engine.step()"):
+        raise MisuseError(
+            f"{call}: this engine evaluates only, as neither initialize nor its config named an optimizer; pass "
+            'optimizer=, or set "optimizer": {"type": …} in the config'
+        )
+
+
+def dress(engine: Engine) -> None:
+    """Give the engine's optimizer DeepSpeed's names; it answers to its own class's name as before."""
+    stage, cls = engine.config.zero.stage, type(engine.optimizer)
+    base = (ZeROOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)[stage]
+    like = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    engine.optimizer._deepzero_engine = weakref.ref(engine)  # type: ignore[attr-defined]
+    engine.optimizer.__class__ = type(cls.__name__, (cls, base), like)
+
+
+def undress(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer its own class back."""
+    if vars(optimizer).pop("_deepzero_engine", None) is not None:
+        optimizer.__class__ = type(optimizer).__bases__[0]
+
+
+def freeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Without an optimizer let no parameter require a gradient, so that none gets one; return those that did."""
+    if not isinstance(optimizer, NoOptimizer):
+        return []
+    check_unclaimed({param: name for name, param in model.named_parameters()})
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    for param in trainable:
+        param.requires_grad_(False)
+    return trainable
