@@ -124,6 +124,13 @@ def test_only_the_first_rank_says_it(said, monkeypatch):
     assert said.messages == []
 
 
+def test_a_setting_by_its_key():
+    """As Trainer asks an engine's config."""
+    config = load_engine_config({**zero(stage=3), "gradient_clipping": 0.5})
+    assert config.get("zero_optimization", {}).get("stage") == 3 and config.get("gradient_clipping") == 0.5
+    assert config.get("tensor_parallel", {}) == {}
+
+
 def test_what_is_off_asks_for_nothing(said):
     """A config with a word on everything, all of it off, is the empty one."""
     given = {path: value for path in NOT_IMPLEMENTED if "." not in path for value in ({"enabled": False, "x": 1},)}
