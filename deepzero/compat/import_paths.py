@@ -22,6 +22,7 @@ _COMM = "deepzero.compat.comm: *; deepzero.compat.accelerator: get_accelerator; 
 _ESTIMATES = "!estimate by DeepSpeed's formula (tools/plan.py has its own): "
 _NAMES = "deepzero.compat.optimizer_names:"
 _INTERNALS = "!such step of its own: "
+_CONFIG = "deepzero.compat.config_models:"
 _VERSION = f"=: version={VERSION} git_hash=deepzero git_branch=deepzero"
 _LINES = {
     "": "deepzero: DeepSpeedEngine initialize init_distributed add_config_arguments; "
@@ -70,7 +71,9 @@ _LINES = {
     "runtime.base_optimizer": f"{_NAMES} ZeROOptimizer DeepSpeedOptimizer=ZeROOptimizer",
     "runtime.bf16_optimizer": "!optimizer wrapper: BF16_Optimizer",
     "runtime.config": "deepzero.config.strict: DeepSpeedConfigError=ConfigError; =: ADAM_OPTIMIZER=adam "
-    "ADAMW_OPTIMIZER=adamw",
+    f"ADAMW_OPTIMIZER=adamw; {_CONFIG} DeepSpeedConfig ZeroStageEnum get_bfloat16_config get_float16_config "
+    "get_gradient_clipping",
+    "runtime.config_utils": f"{_CONFIG} DeepSpeedConfigModel",
     "runtime.constants": "=: ROUTE_TRAIN=train ROUTE_PREDICT=predict ROUTE_EVAL=eval TRAIN_BATCH_SIZE OPTIMIZER FP16 "
     "TRAIN_MICRO_BATCH_SIZE_PER_GPU GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING SCHEDULER BFLOAT16=bf16",
     "runtime.dataloader": "deepzero.compat.utilities: RepeatingLoader; !data loader of its own: DeepSpeedDataLoader",
@@ -85,15 +88,20 @@ _LINES = {
     "runtime.pipe.module": "deepspeed.pipe: *",
     "runtime.pipe.topology": "!pipeline parallelism: PipeDataParallelTopology PipeModelDataParallelTopology "
     "ProcessTopology",
+    "runtime.precision_config": f"{_CONFIG} DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config "
+    "get_float16_config",
     "runtime.swap_tensor": "deepzero.compat.names: MIN_SWAPPABLE_BYTES",
     "runtime.utils": "deepzero.compat.utilities: move_to_device see_memory_usage set_random_seed "
     f"required_torch_version; {_INTERNALS} CheckOverflow call_to_str clip_grad_norm_ get_global_norm get_weight_norm "
     "DummyOptim; !pipeline parallelism: partition_balanced partition_uniform PartitionedTensor",
     "runtime.zero": "deepzero.zero: *",
+    "runtime.zero.config": f"{_CONFIG} DeepSpeedZeroConfig ZeroStageEnum DeepSpeedZeroOffloadParamConfig "
+    "DeepSpeedZeroOffloadOptimizerConfig",
     "runtime.zero.contiguous_memory_allocator": "!memory that can be defragmented: ContiguousMemoryAllocator",
     "runtime.zero.linear": f"{_INTERNALS} LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap",
     "runtime.zero.mics": "deepzero.zero: MiCS_Init",
-    "runtime.zero.offload_config": "deepzero.zero: OffloadDeviceEnum OffloadStateTypeEnum",
+    "runtime.zero.offload_config": "deepzero.zero: OffloadDeviceEnum OffloadStateTypeEnum; "
+    f"{_CONFIG} DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig",
     "runtime.zero.offload_states": "deepzero.zero: get_state_devices",
     "runtime.zero.parameter_offload": f"{_NAMES} DeepSpeedZeRoOffload=NoOptimizer; {_INTERNALS} ZeROOrderedDict",
     "runtime.zero.partition_parameters": "deepzero.compat.saved_tensors: ZeroParamStatus; deepzero.zero: *; "

@@ -46,7 +46,7 @@ _IMPLEMENTED = (
 _DTYPE_NAMES = {
     **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
     **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
-    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("bf16", "bfloat16", "bfp16"), "bf16"),
 }
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -222,6 +222,9 @@ def _settled(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     kept = {}
     for key, value in block.items():
         path = f"{where}{key}"
+        one_machine = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
+        if path == "checkpoint.use_node_local_storage" and value is True and one_machine:
+            continue  # its disk is the folder that all ranks see
         moot = path in keys.MOOT or (not where and key in keys.DOTTED)
         if moot or (value is None and path in {**keys.SATISFIED, **keys.STEERING}):
             continue
@@ -273,18 +276,11 @@ def _chosen(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _activation_checkpointing(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What deepzero reads of the block; the rest asks for nothing while it is false."""
-    if given.get("activation_checkpointing") in (None, False):
+    if given.get("activation_checkpointing") is False:  # as some write off
         return {}
-    known, read = _names(ActivationCheckpointingConfig), _block(given, "activation_checkpointing")
-    for key, value in read.items():
-        if key not in known and value is not False:
-            raise ConfigError(
-                f"activation_checkpointing.{key}={value!r} is not implemented; leave it out, or let it be false. "
-                f"deepzero reads {', '.join(known)}; which blocks are checkpointed is the model's choice, with "
-                "torch.utils.checkpoint"
-            )
-    return {key: value for key, value in read.items() if key in known}
+    read = _block(given, "activation_checkpointing")
+    _only(read, _names(ActivationCheckpointingConfig), "activation_checkpointing")
+    return read
 
 
 def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:

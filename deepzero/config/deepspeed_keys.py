@@ -8,42 +8,44 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-_EITHER = (True, False)
+_ON_OR_OFF = (True, False)
+_OFF_OR_ON = (False, True)
 _NO = (False,)
 _Rules = dict[str, tuple[tuple[Any, ...], str]]
 _ZERO_SATISFIED: _Rules = {
     "ignore_unused_parameters": ((True,), "a parameter without gradient counts as zeros"),
     "legacy_stage1": (_NO, "there is one stage 1"),
-    "log_trace_cache_warnings": (_EITHER, "rank 0 says it once when modules come in another order"),
-    "memory_efficient_linear": (_EITHER, "no view of a weight is ever saved"),
-    "override_module_apply": (_EITHER, "a later constructor may write to what is partitioned"),
-    "parameter_alignment": (_EITHER, "every parameter starts aligned"),
+    "log_trace_cache_warnings": (_OFF_OR_ON, "rank 0 says it once when modules come in another order"),
+    "memory_efficient_linear": (_ON_OR_OFF, "no view of a weight is ever saved"),
+    "override_module_apply": (_ON_OR_OFF, "a later constructor may write to what is partitioned"),
+    "parameter_alignment": (_OFF_OR_ON, "every parameter starts aligned"),
     "stage3_model_persistence_threshold": ((sys.maxsize,), "lower stage3_param_persistence_threshold instead"),
-    "stage3_gather_16bit_weights_on_model_save": (_EITHER, "save_16bit_model gathers the weights when it is called"),
-    "use_multi_rank_bucket_allreduce": (_EITHER, "a bucket always goes to all of its owners"),
+    "stage3_gather_16bit_weights_on_model_save": (_OFF_OR_ON, "save_16bit_model gathers the weights when called"),
+    "use_multi_rank_bucket_allreduce": (_ON_OR_OFF, "a bucket always goes to all of its owners"),
 }
 SATISFIED: _Rules = {
-    "zero_allow_untested_optimizer": (_EITHER, "every optimizer is tested, by experiment"),
-    "zero_force_ds_cpu_optimizer": (_EITHER, "the CPU steps with any elementwise optimizer"),
+    "zero_allow_untested_optimizer": (_OFF_OR_ON, "every optimizer is tested, by experiment"),
+    "zero_force_ds_cpu_optimizer": (_ON_OR_OFF, "the CPU steps with any elementwise optimizer"),
     "sparse_gradients": (_NO, "a sparse gradient is filled up"),
     "gradient_allreduce_op": (("mean",), "a gradient is the mean over ranks; multiply the loss for a sum"),
     "managed_gradient_accumulation": ((True,), "see set_gradient_accumulation_boundary"),
     "disable_allgather": (_NO, "parameters are published by all-gather"),
     "disable_python_gc": (_NO, "call gc.disable() in the script"),
     "sequence_parallel_size": ((1,), "there is no sequence parallelism"),
-    "checkpoint.load_universal": (_EITHER, "every checkpoint can be loaded by any stage and number of ranks"),
+    "checkpoint.load_universal": (_OFF_OR_ON, "every checkpoint can be loaded by any stage and number of ranks"),
     "checkpoint.tag_validation": (
         ("Warn", "Fail", "Ignore", "WARN", "FAIL", "IGNORE", "warn", "fail", "ignore"),
         "ranks that give different tags always raise",
     ),
     "checkpoint.use_node_local_storage": (_NO, "checkpoints lie in one folder that all ranks see"),
     **{f"zero_optimization.{key}": rule for key, rule in _ZERO_SATISFIED.items()},
-    "bf16.immediate_grad_update": (_EITHER, "stage 2 reduces gradients as they come, stages 0 and 1 at the boundary"),
+    "bf16.immediate_grad_update": (_OFF_OR_ON, "stages 2 and 3 reduce gradients as they come, 0 and 1 at the boundary"),
     "bf16.bf16_master_weights_and_grads": (_NO, "masters are fp32"),
     "bf16.bf16_optimizer_states": (_NO, "the optimizer's states are fp32"),
     "fp16.fp16_master_weights_and_grads": (_NO, "masters are fp32"),
 }
-"""Keys that deepzero fulfils without reading, with the values for which that is true, and why."""
+"""Keys that deepzero fulfils without reading, with the values for which that is true, DeepSpeed's default first, and
+why."""
 
 _ZERO_STEERING: dict[str, tuple[bool | int, str]] = {
     "contiguous_gradients": (True, "buckets are always contiguous"),
@@ -57,8 +59,12 @@ _ZERO_STEERING: dict[str, tuple[bool | int, str]] = {
     "mics_hierarchical_params_gather": (False, "no gather leaves a group of mics_shard_size ranks"),
     "stage3_use_all_reduce_for_fetch_params": (False, "parameters are fetched by all-gather"),
     "stage3_allgather_sequential": (False, "parameters are gathered into their place, without a copy"),
+    "stage3_adaptive_prefetch_bucket_size": (False, "how far to fetch ahead is planned before the step"),
+    "stage3_adaptive_prefetch_min_size": (10_000_000, "how far to fetch ahead is planned before the step"),
+    "stage3_adaptive_prefetch_max_size": (500_000_000, "how far to fetch ahead is planned before the step"),
     "stage3_module_granularity_threshold": (0, "a bucket is fetched at once, however small its modules are"),
 }
+_IN_MODEL = "what is computed again is the model's choice, by torch.utils.checkpoint"
 STEERING: dict[str, tuple[bool | int | float, str]] = {
     "prescale_gradients": (False, "the mean is the same: gradients are summed in fp32 and divided once"),
     "gradient_predivide_factor": (1.0, "the mean is the same: gradients are summed in fp32 and divided once"),
@@ -67,7 +73,13 @@ STEERING: dict[str, tuple[bool | int | float, str]] = {
     "memory_breakdown": (False, "nothing is printed; engine.report() has the ledger"),
     "dump_state": (False, "nothing is printed"),
     **{f"zero_optimization.{key}": rule for key, rule in _ZERO_STEERING.items()},
+    "activation_checkpointing.partition_activations": (False, "no two ranks share a model's activations"),
+    "activation_checkpointing.contiguous_memory_optimization": (False, _IN_MODEL),
+    "activation_checkpointing.number_checkpoints": (0, _IN_MODEL),
+    "activation_checkpointing.synchronize_checkpoint_boundary": (False, _IN_MODEL),
+    "activation_checkpointing.profile": (False, "nothing is printed"),
     "bf16.check_grad_overflow": (True, "a gradient that is not finite always stops the run"),
+    "optimizer.torch_adam": (False, "torch_adam is read among the optimizer's params"),
     "optimizer.legacy_fusion": (False, "there is one optimizer for fp16"),
 }
 """Keys whose every value leads to the same training, with DeepSpeed's default, and what happens here."""
@@ -135,7 +147,8 @@ OLDER = {
         for name in (
             "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
             "max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold",
-            "use_all_reduce_for_fetch_params", "allgather_sequential",
+            "use_all_reduce_for_fetch_params", "allgather_sequential", "adaptive_prefetch_bucket_size",
+            "adaptive_prefetch_min_size", "adaptive_prefetch_max_size",
         )
     },
 }  # fmt: skip

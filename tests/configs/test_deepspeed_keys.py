@@ -63,6 +63,7 @@ def zero(**block):
     ({"data_types": {"grad_accum_dtype": "torch.bfloat16"}}, {"data_types": {"grad_accum_dtype": "bf16"}}),
     ({"optimizer": {"type": "Adam", "legacy_fusion": False}}, {"optimizer": {"type": "Adam"}}),
     ({"optimizer": {}, "scheduler": None}, {}),
+    ({"communication_data_type": "bfp16"}, {"communication_data_type": "bf16"}),
     # What a stage does not have, DeepSpeed passes over.
     (zero(stage=3, reduce_scatter=False), zero(stage=3)),
     (zero(stage=0, reduce_scatter=False, offload_param=CPU), zero(stage=0)),
@@ -79,6 +80,7 @@ def test_other_spellings_mean_the_same(given, plain):
      "twice, under two of its names"),
     ({"bf16": {}, "bfloat16": {}}, "twice, under two of its names"),
     (zero(cpu_offload=True, offload_optimizer=CPU), "older word for offload_optimizer"),
+    ({"zero_optimization.reduce_bucket": 5.5}, "unknown config key 'zero_optimization.reduce_bucket'"),
     ({"allgather_size": 5}, "unknown config key 'allgather_size'"),
     (zero(prefetch_buckets=1), "unknown config key 'zero_optimization.prefetch_buckets'"),
     ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op='sum'.*mean over ranks"),
@@ -129,6 +131,17 @@ def test_a_setting_by_its_key():
     config = load_engine_config({**zero(stage=3), "gradient_clipping": 0.5})
     assert config.get("zero_optimization", {}).get("stage") == 3 and config.get("gradient_clipping") == 0.5
     assert config.get("tensor_parallel", {}) == {}
+
+
+def test_a_nodes_own_storage_is_the_shared_one_on_one_machine(monkeypatch):
+    given = {"checkpoint": {"use_node_local_storage": True}}
+    for world, local in ((None, None), ("4", "4")):
+        for name, value in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", local)):
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+        assert load_engine_config(given) == load_engine_config({})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="one folder that all ranks see"):
+        load_engine_config(given)
 
 
 def test_what_is_off_asks_for_nothing(said):
