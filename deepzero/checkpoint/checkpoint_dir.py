@@ -19,7 +19,7 @@ import shutil
 import socket
 from pathlib import Path
 
-from deepzero.checkpoint.errors import CheckpointError
+from deepzero.checkpoint.errors import CheckpointError, NoCheckpoint
 from deepzero.checkpoint.manifest import COMMIT, LATEST, MANIFEST, Manifest, check_sound
 from deepzero.durable import flush_folder, write_whole
 from deepzero.utils.formatting import short_bytes
@@ -62,14 +62,14 @@ def complete_tags(folder: Path) -> list[str]:
     return [path.name for path in sorted(found, key=lambda path: ((path / COMMIT).stat().st_mtime_ns, path.name))]
 
 
-def latest_tag(folder: Path) -> str | None:
-    """What ``latest`` says; None when there is no such file."""
+def latest_tag(folder: Path, name: str = LATEST) -> str | None:
+    """What ``latest`` says, or another file of its kind; None when there is no such file."""
     try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
+        return (folder / name).read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder / LATEST} cannot be read: {error}") from None
+        raise CheckpointError(f"{folder / name} cannot be read: {error}") from None
 
 
 def find(load_dir: str | Path, tag: str | None) -> Path:
@@ -81,11 +81,12 @@ def find(load_dir: str | Path, tag: str | None) -> Path:
         tag: which one; None: the one that ``latest`` names.
 
     Raises:
-        CheckpointError: there is none, or it is not complete.
+        CheckpointError: there is none, or it is not complete; :class:`NoCheckpoint`, where no save was ever completed.
     """
     folder, named = Path(load_dir).expanduser(), ""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give the folder that checkpoints were saved to")
+        kind = CheckpointError if tag is not None or folder.exists() else NoCheckpoint
+        raise kind(f"{folder} is not a folder; give the folder that checkpoints were saved to")
     if (folder / RUN_CHECKPOINTS / LATEST).is_file() and not (folder / LATEST).exists() and not is_complete(folder):
         folder /= RUN_CHECKPOINTS
     if tag is None:
@@ -93,7 +94,7 @@ def find(load_dir: str | Path, tag: str | None) -> Path:
             return _complete(folder)
         tag = latest_tag(folder)
         if tag is None:
-            raise CheckpointError(_no_latest(folder))
+            raise _no_latest(folder)
         check_tag(tag, f"{folder / LATEST} is damaged: {tag!r} cannot be the name of a checkpoint")
         named = f"{folder / LATEST} names {tag}, and "
     check_tag(tag)
@@ -113,18 +114,18 @@ def _complete(path: Path) -> Path:
     if is_complete(path):
         return path
     problem = f"not complete ({COMMIT} is missing): the save was interrupted, or files are lost"
-    if any(path.glob("mp_rank_*")) or any(path.glob("*zero_pp_rank_*")):
-        instead = "export it there with zero_to_fp32 to safetensors, and load those"
-        problem = f"a checkpoint of DeepSpeed's own format, which holds pickles; {instead}"
+    if any(path.glob("*mp_rank_*")):
+        problem = "a checkpoint of DeepSpeed's own format, which engine.load_checkpoint reads, and this does not"
     raise CheckpointError(f"{path} is {problem}")
 
 
-def _no_latest(folder: Path) -> str:
+def _no_latest(folder: Path) -> CheckpointError:
     if known := complete_tags(folder):
-        return f"{folder / LATEST} is missing; name the checkpoint with tag=: there are {', '.join(known)}"
+        there = f"there are {', '.join(known)}"
+        return CheckpointError(f"{folder / LATEST} is missing; name the checkpoint with tag=: {there}")
     if any(folder.glob(f"{SAVING}*")):
-        return f"{folder} holds no complete checkpoint: its only save was interrupted"
-    return f"{folder} holds no checkpoint ({LATEST} is missing)"
+        return NoCheckpoint(f"{folder} holds no complete checkpoint: its only save was interrupted")
+    return NoCheckpoint(f"{folder} holds no checkpoint ({LATEST} is missing)")
 
 
 def others(load_dir: str | Path, tag: str | None) -> list[Path]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ import torch
 from deepzero.checkpoint.async_save import Saver, Target
 from deepzero.checkpoint.checkpoint_dir import check_tag
 from deepzero.checkpoint.engine_state import EngineState, class_name
-from deepzero.checkpoint.errors import CheckpointError, own_words, reason, together
+from deepzero.checkpoint.errors import CheckpointError, NoCheckpoint, RanksDisagree, own_words, reason, together
 from deepzero.checkpoint.export import MODEL_FILE, save_gathered
+from deepzero.checkpoint.huggingface import read_foreign
 from deepzero.checkpoint.json_codec import decode
-from deepzero.checkpoint.load import Loader, naming_another, open_checkpoint
+from deepzero.checkpoint.load import Format, Loader, naming_another, open_checkpoint
 from deepzero.checkpoint.manifest import BATCH, COUNTERS
 from deepzero.checkpoint.save_plan import SavePlan, collect
 from deepzero.comm import process_group
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 def _agree_on(call: str, arguments: dict[str, Any]) -> None:
     """Raise on every rank when one calls with other arguments than rank 0. A collective."""
     first = process_group.broadcast_object(arguments)
-    with together():
+    with together(error=RanksDisagree):
         for name, value in arguments.items():
             if value != first[name]:
                 other = f"{name}={value!r}, but rank 0 {first[name]!r}"
@@ -66,10 +67,11 @@ class Checkpointer:
     Args:
         engine: whose model, optimizer, schedule and counters are saved. Its ``preconditions`` get one more: an engine
             that holds a mixture of two states refuses everything but another load.
+        formats: of other programs' checkpoints that can be loaded, beside plain safetensors.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, formats: Sequence[Format] = ()) -> None:
+        self.engine, self.formats = engine, (read_foreign, *formats)
         self.half_loaded: str | None = None
         """Set while model state is a mixture of two states, with the reason."""
         self.saver = Saver(engine.comm.device, engine.config.comm.save_timeout_seconds)
@@ -168,7 +170,7 @@ class Checkpointer:
         optimizer_states: bool,
         lr_scheduler_states: bool,
         module_only: bool,
-    ) -> tuple[str, dict[str, Any]]:
+    ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """``engine.load_checkpoint``. A collective."""
         folder = _folder("load_checkpoint", load_dir)
         self.engine.check("load_checkpoint")
@@ -180,8 +182,13 @@ class Checkpointer:
         })  # fmt: skip
         holdings = self.holdings()
         tag = None if tag is None else str(tag)
-        with naming_another(folder, tag):
-            reader = open_checkpoint(folder, tag, holdings if module_only else None)
+        try:
+            with naming_another(folder, tag):
+                reader = open_checkpoint(folder, tag, holdings, module_only, self.formats)
+        except NoCheckpoint as error:
+            if self.engine.comm.rank == 0:
+                log.warning("%s; nothing was loaded, and the run begins", error)
+            return None, None
         optimizer = optimizer_states and not module_only
         loader = Loader(holdings, reader, optimizer, strict)
         loader.compare()  # from here to _fill nothing has changed, and the engine may go on as it was
@@ -220,10 +227,12 @@ class Checkpointer:
         saved, schedule = loader.manifest.lr_scheduler, self.engine.lr_scheduler
         if saved is None or not callable(getattr(schedule, "load_state_dict", None)):
             return None
-        if saved["class"] != class_name(schedule):
+        # Where the class is not known (""), the names of what the schedule keeps have to do.
+        alike = saved["class"] or saved["state"].keys() == schedule.state_dict().keys()
+        if not alike or saved["class"] not in ("", class_name(schedule)):
             raise CheckpointError(
-                f"{loader.reader.path} has the state of schedule {saved['class']}, and this run's is "
-                f"{class_name(schedule)}; load_lr_scheduler_states=False leaves the schedule as it is"
+                f"{loader.reader.path} has the state of schedule {saved['class'] or sorted(saved['state'])}, and this "
+                f"run's is {class_name(schedule)}; load_lr_scheduler_states=False leaves the schedule as it is"
             )
         return saved["state"]
 

@@ -28,6 +28,14 @@ class CheckpointError(RuntimeError):
         return f"{self.text}; {said_complete(self.beside)}: load it with tag={self.beside.name!r} from there"
 
 
+class RanksDisagree(CheckpointError, AssertionError):
+    """Ranks save or load with different arguments. DeepSpeed raises the other of the two for a tag."""
+
+
+class NoCheckpoint(CheckpointError):
+    """Nothing has been saved there yet: what a run meets that begins."""
+
+
 def said_complete(path: Path) -> str:
     """What is known of a checkpoint whose bytes nobody has read, and who reads them."""
     return f"{path} is complete (whether it is whole, `python -m tools.verify` says)"
@@ -74,4 +82,4 @@ def naming(beside: Callable[[], Path | None]) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(error.text, beside()) from None
+        raise type(error)(error.text, beside()) from None

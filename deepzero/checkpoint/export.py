@@ -35,12 +35,12 @@ from pathlib import Path
 import torch
 
 from deepzero.checkpoint import shard_file
-from deepzero.checkpoint.checkpoint_dir import complete_beside, find, read_manifest, room_for
+from deepzero.checkpoint.checkpoint_dir import complete_beside, room_for
 from deepzero.checkpoint.engine_state import EngineState
 from deepzero.checkpoint.errors import CheckpointError, naming, own_words, together
 from deepzero.checkpoint.json_codec import DTYPES, ITEMSIZE, TORCH_DTYPES
 from deepzero.checkpoint.manifest import BUFFER, COMMIT, LATEST, MANIFEST
-from deepzero.checkpoint.reader import CheckpointReader, ReadRequest
+from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, read_own
 from deepzero.comm import process_group
 from deepzero.durable import Flushes, flush_folder, flush_parents, write_whole
 from deepzero.runtime.zero.partition_parameters import GatheredParameters
@@ -307,6 +307,7 @@ def export(
     hf_config: str | Path | None = None,
     force: bool = False,
     partial: bool = False,
+    read: Callable[[str | Path, str | None], CheckpointReader] | None = None,
 ) -> Exported:
     """Write the model of a checkpoint into a folder. No process group.
 
@@ -320,6 +321,7 @@ def export(
         hf_config: a ``config.json`` that is copied beside the model.
         force: replace a model that is there.
         partial: allow a checkpoint that was saved without the parameters that are not trained.
+        read: opens it; None: it is one of ours.
 
     Raises:
         CheckpointError: the checkpoint is damaged, lacks parameters, does not fit the wish; or ``out`` holds a model,
@@ -329,8 +331,8 @@ def export(
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(PRECISIONS)}")
     max_bytes = parse_size(max_shard_size)
     with naming(lambda: complete_beside(checkpoint, tag)):
-        path = find(checkpoint, tag)
-        reader = CheckpointReader(path, read_manifest(path))
+        reader = (read or read_own)(checkpoint, tag)
+    path = reader.path
     sources: dict[TensorPlan, tuple[str, str]] = {}  # → its key and name in the checkpoint
     left_out = []
     for name, info in reader.manifest.parameters.items():

@@ -33,7 +33,7 @@ from deepzero.checkpoint.manifest import (
     Row,
     ShardInfo,
 )
-from deepzero.checkpoint.reader import StoredTensor, read_header, read_rows
+from deepzero.checkpoint.reader import CheckpointReader, StoredTensor, read_header, read_rows
 
 SUFFIX = ".safetensors"
 COMPARE_ELEMENTS = 1 << 20
@@ -51,12 +51,20 @@ def is_foreign(path: Path, tag: str | None) -> bool:
     return path.name.endswith((SUFFIX, SUFFIX + INDEX_SUFFIX)) and path.is_file()
 
 
-def read_foreign(path: Path, model: EngineState) -> tuple[Path, Manifest]:
-    """The folder of plain safetensors, and their manifest in the model's names: ``parameter`` and ``buffer`` only.
+def read_foreign(path: Path, tag: str | None, model: EngineState, weights: bool) -> CheckpointReader | None:
+    """A reader of plain safetensors, whose manifest has the model's names; None: these are none.
 
     Raises:
-        CheckpointError: a file is missing or damaged; a tied weight has two values; a float is stored for an integer.
+        CheckpointError: a file is missing or damaged; a tied weight has two values; a float is stored for an integer;
+            more than ``weights`` is wanted.
     """
+    if not is_foreign(path, tag):
+        return None
+    if not weights:
+        raise CheckpointError(
+            f"{path} holds plain safetensors: weights, without the state of an optimizer; load_module_only=True "
+            "loads them"
+        )
     folder, indexed = (path, {}) if path.is_dir() else (path.parent, {})
     if path.is_dir() and (path / MODEL_FILE).is_file():
         files = [MODEL_FILE]
@@ -76,7 +84,7 @@ def read_foreign(path: Path, model: EngineState) -> tuple[Path, Manifest]:
     for name, file in indexed.items():
         if name not in stored or stored[name][0].name != file:
             raise CheckpointError(f"{folder / file} does not hold {name!r}, and the index says that it does")
-    return folder, _manifest(files, folder, stored, model)
+    return CheckpointReader(folder, _manifest(files, folder, stored, model), checked=False)
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ other is an object with one key that begins with ``$``. Tensors and numpy arrays
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +32,7 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     """A value that :mod:`json` can write, ``where`` its name; the tensors found in it go into ``tensors``.
 
     Raises:
-        CheckpointError: it holds what is no dictionary, list, tuple, set, number, string, bytes, tensor or array.
+        CheckpointError: it holds what is no dictionary, list, tuple, set, number, string, bytes, tensor or namespace.
 
     Example:
         >>> encode({"a": (1, 2.5), 3: float("inf")}, "client_state", {})
@@ -54,6 +55,8 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         items = [encode(item, f"{where}[{place}]", tensors) for place, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple" if isinstance(value, tuple) else "$set": items}
+    if type(value) is Namespace:  # a program's arguments
+        return {"$namespace": encode(vars(value), where, tensors)}
     if type(value) is Counter:  # torch's MultiStepLR keeps its milestones in one
         return {"$counter": encode(dict(value), where, tensors)}
     if isinstance(value, Mapping):
@@ -102,6 +105,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         "$array": lambda name: tensors[name].reshape(value["shape"]).numpy(),
         "$tuple": lambda items: tuple(decode(items, tensors)),
         "$set": lambda items: set(decode(items, tensors)),
+        "$namespace": lambda named: Namespace(**decode(named, tensors)),
         "$counter": lambda counts: Counter(decode(counts, tensors)),
         "$dict": lambda pairs: dict(decode(pairs, tensors)),
     }

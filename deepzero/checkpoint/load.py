@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepzero.checkpoint import rng
-from deepzero.checkpoint.checkpoint_dir import complete_beside, find, read_manifest
+from deepzero.checkpoint.checkpoint_dir import complete_beside
 from deepzero.checkpoint.engine_state import EngineState, class_name, flat, plain_name
-from deepzero.checkpoint.errors import CheckpointError, naming, reason, together
-from deepzero.checkpoint.huggingface import is_foreign, read_foreign
+from deepzero.checkpoint.errors import CheckpointError, NoCheckpoint, naming, reason, together
 from deepzero.checkpoint.json_codec import TORCH_DTYPES, decode, tensor_names
-from deepzero.checkpoint.manifest import BUFFER, MASTER, PARAMETER, RNG, Manifest, ParameterInfo, buffer_key, listed
-from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, remaining
+from deepzero.checkpoint.manifest import BUFFER, MASTER, PARAMETER, RNG, ParameterInfo, buffer_key, listed
+from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, read_own, remaining
 from deepzero.comm import process_group
 from deepzero.layout import Bucket, ParamSlot
 from deepzero.runtime.zero.optimizer_shard import ParamGroup
@@ -40,35 +39,31 @@ _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 """An optimizer's settings that choose a kernel and no result: the run's own stay."""
 
 
-def open_checkpoint(load_dir: Path, tag: str | None, weights_for: EngineState | None = None) -> CheckpointReader:
-    """1 find. A collective: rank 0 looks, and all have its manifest. For weights alone plain safetensors will do.
+Format = Callable[[Path, str | None, EngineState, bool], CheckpointReader | None]
+"""Given a folder, a tag, what is to be filled and whether weights are enough: a reader of another program's files, if
+they are of this format; else None."""
+
+
+def open_checkpoint(
+    load_dir: Path, tag: str | None, holdings: EngineState, weights: bool, formats: Sequence[Format] = ()
+) -> CheckpointReader:
+    """1 find. A collective: rank 0 looks, and all have its manifest. What is of no other format is one of ours.
 
     Raises:
-        CheckpointError: on every rank; see :func:`find`, :func:`read_manifest` and :func:`read_foreign`.
+        CheckpointError: on every rank; see :func:`read_own` and the formats.
     """
-    found: Any = None
+    found: CheckpointReader | tuple[bool, str] = (False, "")
     if process_group.rank() == 0:
         try:
-            found = _look(load_dir, tag, weights_for)
+            foreign = (read(load_dir, tag, holdings, weights) for read in formats)
+            found = next(filter(None, foreign), None) or read_own(load_dir, tag)
         except Exception as error:  # whatever it is: the others wait for this rank's word
-            found = reason(error)
+            found = isinstance(error, NoCheckpoint), reason(error)
     found = process_group.broadcast_object(found)
-    if isinstance(found, str):
-        raise CheckpointError(found)
-    return CheckpointReader(*found)
-
-
-def _look(load_dir: Path, tag: str | None, weights_for: EngineState | None) -> tuple[Path, Manifest, bool]:
-    """The folder, what is in it, and whether there are sums to check it by."""
-    if not is_foreign(load_dir, tag):
-        path = find(load_dir, tag)
-        return path, read_manifest(path), True
-    if weights_for is None:
-        raise CheckpointError(
-            f"{load_dir} holds plain safetensors: weights, without the state of an optimizer; load_module_only=True "
-            "loads them"
-        )
-    return *read_foreign(load_dir, weights_for), False
+    if isinstance(found, CheckpointReader):
+        return found
+    nothing_yet, problem = found
+    raise (NoCheckpoint if nothing_yet else CheckpointError)(problem)
 
 
 @contextlib.contextmanager
@@ -140,8 +135,10 @@ class Loader:
         kept = {name for name in shapes if name in stored and self._info(name).tensors}
         missing = {name for name, shape in shapes.items() if 0 not in shape} - kept
         self._absent = missing | (set(buffers) - set(self.manifest.buffers))
-        missing = self._absent if self.reader.checked else missing
+        missing = self._absent if self.reader.checked or self.reader.checks_files else missing
         unknown = {*self.manifest.parameters, *self.manifest.buffers} - set(buffers) - set().union(*names.values())
+        if not self.reader.checked:  # other programs store a shared buffer under each of its names
+            unknown -= {plain_name(name) for name, _ in self.holdings.model.named_buffers(remove_duplicate=False)}
         text = other[:3]
         for what, which in (("missing there", missing), ("not known here", unknown)):
             text += [f"{len(which)} {what} ({listed(sorted(which))})"] if which else []
@@ -157,12 +154,15 @@ class Loader:
         here, there = class_name(optimizer), saved["class"]
         keys = {key for info in infos for key in info.tensors} - {MASTER, PARAMETER}
         numbers_there = {key for info in infos for key in info.state}
-        if here != there and (not mine or (mine, numbers) != (keys, numbers_there)):
+        alike = (mine, numbers) == (keys, numbers_there)
+        # Where the class is not known (""), the names of what the optimizer keeps have to do.
+        if here != there and not (alike and (mine or not there)):
             names = ", ".join(sorted(keys | numbers_there)) or "none"
             raise CheckpointError(
-                f"{path} has the state of {there} ({names}), and this run's optimizer is {here}; {advice}"
+                f"{path} has the state of {there or 'an optimizer'} ({names}), and this run's optimizer is {here}; "
+                f"{advice}"
             )
-        if here != there and self._rank == 0:
+        if here != there and there and self._rank == 0:
             log.warning("%s: the state of %s goes into %s, which keeps the same names", path, there, here)
         if len(saved["groups"]) != len(optimizer.param_groups):
             counts = f"{len(saved['groups'])} optimizer groups, and this run has {len(optimizer.param_groups)}"
@@ -192,7 +192,7 @@ class Loader:
         with together():
             runs = self.reader.read(self._wanted())
         everyone = process_group.all_gather_object(runs)
-        if self.optimizer:
+        if self.optimizer or self.reader.checks_files:
             # What no rank has read (headers, other ranks' generators) is checked, so that no damage stays hidden.
             with together():
                 for number, (file, info) in enumerate(sorted(self.manifest.files.items())):

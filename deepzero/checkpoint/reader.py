@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from deepzero.checkpoint.checkpoint_dir import find, read_manifest
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.json_codec import ITEMSIZE, TORCH_DTYPES, decode, tensor_names
 from deepzero.checkpoint.manifest import CLIENT, Manifest, Row, ShardInfo, listed
@@ -44,6 +45,9 @@ class ReadRequest:
 class CheckpointReader:
     """Reads from a folder of shards; ``checked`` by the manifest's CRC-32s, which files that are no shards have not."""
 
+    checks_files = False
+    """Whether :meth:`check` looks at a whole file, and what is read is not looked at by itself."""
+
     def __init__(self, path: Path, manifest: Manifest, checked: bool = True) -> None:
         self.path, self.manifest, self.checked = path, manifest, checked
         self._rows: dict[tuple[str, str], list[tuple[Row, str]]] = {}
@@ -52,6 +56,9 @@ class CheckpointReader:
                 self._rows.setdefault((row.key, row.name), []).append((row, file))
         for rows in self._rows.values():
             rows.sort(key=lambda item: item[0].start)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.manifest, self.checked)
 
     def extent(self, key: str, name: str) -> tuple[int, torch.dtype] | None:
         """Elements and dtype of what is stored under these names; None: nothing is."""
@@ -94,6 +101,12 @@ class CheckpointReader:
             tensors[name] = torch.empty(numel, dtype=dtype)
         self.read([ReadRequest(CLIENT, name, 0, tensor) for name, tensor in tensors.items()])
         return decode(encoded, tensors)
+
+
+def read_own(load_dir: str | Path, tag: str | None) -> CheckpointReader:
+    """A reader of a checkpoint of ours; raises what :func:`find` and :func:`read_manifest` do."""
+    path = find(load_dir, tag)
+    return CheckpointReader(path, read_manifest(path))
 
 
 # ---- one file --------------------------------------------------------------------------------------------------------

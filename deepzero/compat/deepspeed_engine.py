@@ -20,9 +20,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from deepzero.checkpoint.checkpointer import Checkpointer
+from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.export import DEFAULT_MAX_SHARD
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
+from deepzero.compat import deepspeed_checkpoint, zero_to_fp32
 from deepzero.compat import parameters as _parameters  # noqa: F401  stage 3's get DeepSpeed's verbs
 from deepzero.compat.engine_getters import EngineGetters
 from deepzero.compat.lr_schedules import name_scheduler
@@ -58,7 +60,7 @@ class DeepSpeedEngine(EngineGetters):
         name_scheduler(self.lr_scheduler)
         if isinstance(optimizer, NoOptimizer):
             self.preconditions.append(refuse_to_train)
-        self.checkpointer = Checkpointer(self)
+        self.checkpointer = Checkpointer(self, (deepspeed_checkpoint.read,))
         self.offloader = StateOffloader(self, self.checkpointer.wait)
         if config.activation_checkpointing.cpu_checkpointing:
             self.activations = build_host_activations(self)
@@ -109,6 +111,8 @@ class DeepSpeedEngine(EngineGetters):
         """
         with_frozen = not exclude_frozen_parameters
         self.checkpointer.save(save_dir, tag, client_state, save_latest, with_frozen, asynchronous, keep_last)
+        if self.global_rank == 0:
+            zero_to_fp32.leave_script(Path(save_dir).expanduser())
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -159,28 +163,38 @@ class DeepSpeedEngine(EngineGetters):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-    ) -> tuple[str, dict[str, Any]]:
+        custom_load_fn: None = None,
+    ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """Go on where a checkpoint was saved, by any number of ranks in any stage. A collective.
 
         Args:
-            load_dir: the folder that checkpoints were saved to, or one checkpoint. With ``load_module_only`` also a
-                folder with ``model.safetensors`` or its index, or one safetensors file: see ``docs/export.md``.
+            load_dir: the folder that checkpoints were saved to, or one checkpoint: deepzero's, or DeepSpeed's own of
+                stages 1 to 3 and universal ones (``docs/checkpoints.md``). With ``load_module_only`` also a folder
+                with ``model.safetensors`` or its index, or one safetensors file: see ``docs/export.md``.
             tag: which one; None: the one that ``latest`` names.
             load_module_strict: False loads the parameters and buffers that model and checkpoint have in common.
             load_optimizer_states: False leaves moments and hyper-parameters of the optimizer as they are.
             load_lr_scheduler_states: False leaves the schedule where it is.
             load_module_only: parameters, their masters and buffers, and nothing else: no counters either.
+            custom_load_fn: not here, and refused: values go into partitions, by ranges of elements.
 
         Returns:
-            The checkpoint's path and the client state that was saved with it.
+            The checkpoint's path and the client state that was saved with it; twice None, with a warning, where
+            nothing has been saved yet: no folder, or an empty one.
 
         Raises:
             CheckpointError: on every rank, with the file and what is wrong. It is of another model, is not complete, is
                 damaged. Damage in the middle of a file may be found when some tensors are filled already; then every
                 use of the engine raises until a load succeeds.
 
-        Source: ``load_checkpoint`` in ``runtime/engine.py`` of [DeepSpeed]; there a missing ``latest`` is a warning.
+        Source: ``load_checkpoint`` in ``runtime/engine.py`` of [DeepSpeed]; there a missing ``latest`` is a warning
+        also where checkpoints are.
         """
+        if custom_load_fn is not None:
+            raise CheckpointError(
+                "load_checkpoint(custom_load_fn=…): deepzero fills partitions and has no whole state dict to give; "
+                "give the model other names or values before deepzero.initialize, or use load_module_strict=False"
+            )
         return self.checkpointer.load(
             load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
         )

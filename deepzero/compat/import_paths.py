@@ -41,7 +41,8 @@ _LINES = {
     "checkpoint.constants": "=: BASE_OPTIMIZER_STATE CLIP_GRAD DS_VERSION FP32_FLAT_GROUPS FP32_GROUPS LOSS_SCALER "
     "OPTIMIZER_STATE_DICT PARAM PARAM_GROUPS PARAM_SHAPES SINGLE_PARTITION_OF_FP32_GROUPS UNIVERSAL_CHECKPOINT_INFO "
     "ZERO_STAGE PARTITION_COUNT BUFFER_NAMES",
-    "checkpoint.utils": "",
+    "checkpoint.ds_to_universal": "deepzero.compat.zero_to_fp32: main=convert_to_universal",
+    "checkpoint.utils": "deepzero.compat.checkpoint_utils: *",
     "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing: *",
     "comm": _COMM,
     "comm.comm": _COMM,
@@ -129,6 +130,7 @@ _LINES = {
     "utils.timer": "!timers: NoopTimer SynchronizedWallClockTimer ThroughputTimer",
     "utils.torch": "deepzero.compat.utilities: required_torch_version",
     "utils.z3_leaf_module": "deepzero.zero: *",
+    "utils.zero_to_fp32": "deepzero.compat.zero_to_fp32: *",
     "zero": "deepspeed.runtime.zero: *",
     "zero.partition_parameters": "deepspeed.runtime.zero.partition_parameters: *",
 }

@@ -33,9 +33,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def names(folder):
-    """What lies in a folder, the same on all ranks."""
+    """What lies in a folder but the script, the same on all ranks."""
     process_group.barrier()
-    found = sorted(path.name for path in folder.iterdir())
+    found = sorted(path.name for path in folder.iterdir() if path.name != "zero_to_fp32.py")
     process_group.barrier()
     return found
 

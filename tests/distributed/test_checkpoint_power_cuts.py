@@ -183,7 +183,7 @@ def test_what_a_killed_process_had_no_time_to_flush(ranks, tmp_path, monkeypatch
                 patch.setattr(folders, "flush_folder", kill)
                 killed()
             folders.clear_remains(folder)
-    assert sorted(path.name for path in folder.iterdir()) == [".lock", "latest", "step_2"]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "latest", "step_2", "zero_to_fp32.py"]
     reader = Reader(tmp_path)
     events = read(tmp_path / "log")
     search = partial(losses, look=reader.look, lost=lost, ignored=ignored, settled=settled)

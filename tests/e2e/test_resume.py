@@ -50,7 +50,7 @@ def far_enough(run_dir, step):
 
 def checkpoints(run_dir):
     """Tags in a run folder, and what should not be there."""
-    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name not in (".lock", "latest"))
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.is_dir())
 
 
 def stop_with_sigterm(command_line, cwd):

@@ -1,0 +1,349 @@
+"""DeepSpeed's own checkpoints, seen as deepzero's: a manifest whose rows lie in ``.pt`` files. Nothing is copied.
+
+A ``.pt`` file is a zip archive without compression: a pickle that says what is there, and behind it the bytes of each
+tensor, one after the other. So a run of elements has a place in the file, which is all that a row of a
+:class:`~deepzero.checkpoint.manifest.Manifest` needs. Rank 0 makes the manifest from the pickles; then every rank reads
+the runs that it holds, in any stage and among any number of ranks, as from a checkpoint of our own.
+
+[Note: where DeepSpeed keeps a parameter]
+    *Stages 1 and 2*: parameters of a group are laid end to end and cut once for each rank; a rank's file has its part
+    (``single_partition_of_fp32_groups``, and moments like it) and says which parameters lie where in it
+    (``param_slice_mappings``). A parameter's pieces follow one another by rank.
+    *Stage 3*: each parameter is cut for itself, into W parts of ``ceil(numel / W)``; a rank's file has its parts of a
+    sub-group end to end (``fp32_flat_groups``).
+    *Universal*: a folder ``zero/NAME`` for each parameter, with ``fp32.pt``, ``exp_avg.pt`` and so on, whole.
+    Names and shapes of what is trained, buffers and all that is not trained are in the ``model_states`` files.
+
+**No pickle is executed.** ``torch.load(weights_only=True)`` makes tensors, containers and numbers; DeepSpeed's few
+classes become an empty one, which keeps their attributes. Any other name in a pickle is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from deepzero.checkpoint.checkpoint_dir import check_tag, latest_tag
+from deepzero.checkpoint.errors import CheckpointError
+from deepzero.checkpoint.json_codec import DTYPES, encode
+from deepzero.checkpoint.manifest import (
+    BUFFER,
+    CLIENT,
+    COMMIT,
+    COUNTERS,
+    MASTER,
+    PARAMETER,
+    Manifest,
+    ParameterInfo,
+    Row,
+    ShardInfo,
+    listed,
+    row_problems,
+)
+from deepzero.checkpoint.reader import CheckpointReader, Run, read_rows
+
+_FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_?(model|optim)_states\.pt")
+"""A file's rank (none where one file serves all), its place in a model that is divided, and what it holds."""
+_CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+"""What DeepSpeed pickles besides tensors, containers and numbers."""
+_OWN = {
+    "module", "optimizer", "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "dp_world_size",
+    "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "buffer_names",
+    "param_shapes", "frozen_param_shapes", "frozen_param_fragments", *COUNTERS,
+}  # fmt: skip
+"""Keys of a ``model_states`` file that are DeepSpeed's; the others are the caller's client state."""
+
+Piece = tuple[str, str, str, torch.Tensor, int, int, int]
+"""Key, parameter, file; a tensor of that file; first element within the parameter and within the tensor; how many."""
+
+
+class _Inert:
+    """Stands for an object of DeepSpeed's: its attributes, and nothing that it could do."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+
+class TorchFileReader(CheckpointReader):
+    """Reads rows out of ``.pt`` files, whose only sums are those of the archive: of each tensor as a whole."""
+
+    checks_files = True
+
+    def check(self, file: str, runs: Iterable[Run]) -> None:
+        """Compare the whole file with its sums."""
+        try:
+            with zipfile.ZipFile(self.path / file) as archive:
+                bad = archive.testzip()
+        except (OSError, zipfile.BadZipFile, zlib.error) as error:
+            bad = str(error)
+        if bad is not None:
+            raise CheckpointError(f"{self.path / file} is damaged: {bad} is not what was written")
+
+
+def read(load_dir: Path, tag: str | None, *_: Any) -> CheckpointReader | None:
+    """A reader of the checkpoint of DeepSpeed's that is meant; None: it is none.
+
+    Args:
+        load_dir: the folder that DeepSpeed saved to, or without a tag one checkpoint.
+        tag: which one; None: that of ``latest``, or where there is none of ``latest_universal``.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, holds what is no plain data, or something of DeepSpeed's that
+            deepzero has no place for.
+    """
+    if tag is not None:
+        check_tag(tag)
+    known = tag or latest_tag(load_dir) or latest_tag(load_dir, "latest_universal") or ""
+    paths = [load_dir / tag] if tag else [load_dir, load_dir / known]
+    files = {path: [file.name for file in path.glob("*mp_rank_*_states.pt")] for path in paths}
+    path = next((path for path, found in files.items() if found and not (path / COMMIT).exists()), None)
+    if path is None:
+        return None
+    try:
+        return TorchFileReader(path, _Checkpoint(path, files[path]).manifest(), checked=False)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path} is not as DeepSpeed 0.9 to 0.19 writes checkpoints ({what})") from error
+
+
+class _Checkpoint:
+    """One checkpoint of DeepSpeed's: what its files say, and the rows that are found in them."""
+
+    def __init__(self, path: Path, found: list[str]) -> None:
+        self.path, self.rows = path, dict[str, list[Row]]()
+        models, optims = (self._by_rank(found, kind) for kind in ("model", "optim"))
+        self.models = {file: self.load(file) for file in models}
+        self.first, self.said = models[0], self.models[models[0]]
+        self.shapes: list[dict[str, Any]] = self.said["param_shapes"] or []
+        self.ranks = {file: self.load(file)["optimizer_state_dict"] for file in optims}
+        nothing: tuple[str, dict[str, Any]] = ("", {})
+        file, own = next(iter(self.ranks.items()), nothing)
+        if (path / "zero").is_dir():
+            file = "zero/optimizer_state.pt"
+            own = self.load(file)
+        self.scaler, base = getattr(own.get("loss_scaler"), "__dict__", None), _base(own)
+        groups = own.get("param_groups", base.get("param_groups", []))
+        self.groups = [{key: self.number(file, value) for key, value in group.items()} for group in groups]
+        self.numbers: dict[int, dict[str, Any]] = {index: {} for index in range(len(self.shapes))}
+        """What the optimizer keeps besides vectors, for each flat tensor: of rank 0, like all ranks'."""
+        for group in self.groups:
+            for index in group["params"] if "step" in group else ():  # DeepSpeed's FusedAdam counts by group
+                self.numbers[index]["step"] = group["step"]
+        for index, kept in base.get("state", {}).items():
+            self.numbers[index] |= {key: self.number(file, v) for key, v in kept.items() if not _is_vector(v)}
+
+    def _by_rank(self, found: list[str], kind: str) -> list[str]:
+        """The files of one kind, in the order of ranks, which must be all and of a whole model."""
+        matches = [(match, name) for name in found if (match := _FILE.fullmatch(name)) and match[3] == kind]
+        if any(int(match[2]) for match, _ in matches) or any(self.path.glob("*expert*")):
+            raise CheckpointError(f"{self.path} is of a model that was divided (tensors, stages, experts): not here")
+        by_rank = sorted((int(match[1] or 0), name) for match, name in matches)
+        ranks = [rank for rank, _ in by_rank]
+        if ranks != list(range(len(ranks))) or (kind == "model" and not ranks):
+            have = ", ".join(map(str, ranks)) or "no rank"
+            raise CheckpointError(f"{self.path} lacks {kind}_states files, or has two of a rank: it has {have}'s")
+        return [name for _, name in by_rank]
+
+    # ---- one file ----------------------------------------------------------------------------------------------------
+
+    def load(self, file: str) -> Any:
+        """What a ``.pt`` file says; its tensors have a place and no values."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        path = self.path / file
+        if not zipfile.is_zipfile(path):
+            raise CheckpointError(f"{path} is missing, truncated, or was not written by torch.save")
+        try:
+            with FakeTensorMode(), torch.serialization.safe_globals([(_Inert, name) for name in _CLASSES]):
+                return torch.load(path, map_location="cpu", weights_only=True)
+        except UnpicklingError as error:
+            foreign = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - set(_CLASSES)
+            what = listed(sorted(foreign)) or str(error).splitlines()[0]
+            raise CheckpointError(
+                f"{path} holds what is no plain data ({what}), and nothing in it is executed. If you trust it, allow "
+                "these with torch.serialization.add_safe_globals"
+            ) from None
+        except (RuntimeError, OSError, EOFError) as error:
+            raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
+
+    def number(self, file: str, value: Any) -> Any:
+        """A number that may be a tensor, which is then read."""
+        if not torch.is_tensor(value):
+            return value
+        into = torch.empty(1, dtype=value.dtype)
+        read_rows(self.path / file, None, [(Row("", "", DTYPES[value.dtype], 0, 1, _place(value)), into)])
+        return into.item()
+
+    def row(self, piece: Piece) -> str:
+        """Take note of a piece; returns its dtype, in safetensors' word."""
+        key, name, file, tensor, start, first, numel = piece
+        if not tensor.is_contiguous() or first + numel > tensor.numel():
+            raise CheckpointError(f"{self.path / file}: {key} of {name!r} is too short, or not laid out in one piece")
+        dtype, offset = DTYPES[tensor.dtype], _place(tensor) + first * tensor.element_size()
+        self.rows.setdefault(file, []).append(Row(key, name, dtype, start, numel, offset))
+        return dtype
+
+    # ---- where things lie --------------------------------------------------------------------------------------------
+
+    def pieces(self) -> Iterator[Piece]:
+        """Masters and moments of what is trained, whether or not they are needed."""
+        done: Counter[str] = Counter()
+        for rank, (file, own) in enumerate(self.ranks.items()):
+            masters = own.get("fp32_flat_groups") or own["single_partition_of_fp32_groups"]
+            for index, master in enumerate(masters):
+                kept = {MASTER: master, **_base(own)["state"].get(index, {})}
+                places = self._partitions(index, rank) if "fp32_flat_groups" in own else [
+                    (name, done[name], place.start, place.numel)
+                    for name, place in own["param_slice_mappings"][index].items()
+                ]  # fmt: skip
+                for name, *where in places:
+                    done[name] += where[-1]  # pieces of a parameter follow one another by rank
+                    yield from ((key, name, file, value, *where) for key, value in kept.items() if _is_vector(value))
+        for index, shapes in enumerate(self.shapes if not self.ranks and self.groups else ()):
+            for name, shape in shapes.items():
+                for path in sorted((self.path / "zero" / name).glob("*.pt")):
+                    file = path.relative_to(self.path).as_posix()
+                    content = self.load(file)
+                    value = content["param"] if isinstance(content, Mapping) else content
+                    if _is_vector(value):
+                        key = MASTER if path.stem == "fp32" else path.stem
+                        yield key, name, file, value, 0, 0, math.prod(shape)
+                    else:
+                        self.numbers[index][path.stem] = self.number(file, value)
+
+    def _partitions(self, index: int, rank: int) -> Iterator[tuple[str, int, int, int]]:
+        """Stage 3: what one rank has of each parameter of a sub-group: first element there and here, how many."""
+        first = 0
+        for name, shape in self.shapes[index].items():
+            start, numel, each = _part(shape, rank, len(self.ranks))
+            yield name, start, first, numel
+            first += each
+
+    def _untrained(self) -> Iterator[tuple[Piece, tuple[int, ...]]]:
+        """What is not trained: of every rank in stage 3, else whole in the one file; and its shape."""
+        known = {*self.said["buffer_names"], *(self.said.get("shared_params") or {})}.union(*self.shapes)
+        if len(self.models) > 1 or self.first.startswith("zero_pp"):
+            for rank, (file, said) in enumerate(self.models.items()):
+                for name, tensor in (said["frozen_param_fragments"] or {}).items():
+                    shape = said["frozen_param_shapes"][name]
+                    start, numel, _ = _part(shape, rank, len(self.models))
+                    yield (PARAMETER, name, file, tensor, start, 0, numel), shape
+            return
+        for name, tensor in self.said["module"].items():
+            if name not in known:
+                yield (PARAMETER, name, self.first, tensor, 0, 0, tensor.numel()), tensor.shape
+
+    # ---- the manifest ------------------------------------------------------------------------------------------------
+
+    def manifest(self) -> Manifest:
+        """Everything but the elements, as a checkpoint of our own would have it."""
+        buffers, module = {}, self.said["module"]
+        for name in self.said["buffer_names"]:
+            dtype = self.row((BUFFER, name, self.first, module[name], 0, 0, module[name].numel()))
+            buffers[name] = {"shape": list(module[name].shape), "dtype": dtype}
+        tensors: dict[str, torch.Tensor] = {}
+        client = encode({key: value for key, value in self.said.items() if key not in _OWN}, "client_state", tensors)
+        schedule = self.said["lr_scheduler"]
+        if schedule is not None:
+            schedule = {"class": "", "state": encode(schedule, "lr_scheduler", tensors)}
+        for name, tensor in tensors.items():
+            self.row((CLIENT, name, self.first, tensor, 0, 0, tensor.numel()))
+        parameters = self._parameters()
+        rows = self.rows.items()
+        settings = [{key: _setting(v) for key, v in group.items() if key != "params"} for group in self.groups]
+        nothing: dict[str, Any] = {entry.name: {} for entry in fields(Manifest)}
+        manifest = Manifest(**nothing | {
+            "tag": self.path.name, "world_size": len(self.models), "precision": self._precision(),
+            "counters": {key: int(self.said[key]) for key in COUNTERS}, "loss_scaler": self._loss_scale(),
+            "optimizer": {"class": "", "groups": settings}, "client_state": client, "lr_scheduler": schedule,
+            "parameters": parameters, "buffers": buffers,
+            "files": {f: ShardInfo(0, (self.path / f).stat().st_size, None, 1, "", tuple(own)) for f, own in rows},
+        })  # fmt: skip
+        for place, problem in row_problems(manifest):
+            raise CheckpointError(f"{self.path} is not whole ({place}): {problem}")
+        return manifest
+
+    def _parameters(self) -> dict[str, ParameterInfo]:
+        found: dict[str, ParameterInfo] = {}
+        aliases: dict[str, tuple[str, ...]] = {}
+        for alias, name in (self.said.get("shared_params") or {}).items():
+            aliases[name] = (*aliases.get(name, ()), alias)
+        for piece, shape in self._untrained():
+            name, dtype = piece[1], self.row(piece)
+            found[name] = ParameterInfo(tuple(shape), dtype, False, None, aliases.get(name, ()), {PARAMETER: dtype})
+        dtypes: dict[str, dict[str, str]] = {}
+        for piece in self.pieces():
+            dtypes.setdefault(piece[1], {})[piece[0]] = self.row(piece)
+        keys = {key: dtype for kept in dtypes.values() for key, dtype in kept.items()}
+        # A flat tensor is of one group; in stage 3 a group has several, one for each of its sub-groups.
+        group_of = {index: number for number, group in enumerate(self.groups) for index in group["params"]}
+        computed = {"bf16": "BF16", "fp16": "F16"}.get(self._precision(), "F32")
+        for index, shapes in enumerate(self.shapes):
+            numbers = {key: _scalar(value) for key, value in self.numbers[index].items()}
+            for name, shape in shapes.items():  # with all keys: one that is missing will be named
+                known = aliases.get(name, ())
+                found[name] = ParameterInfo(tuple(shape), computed, True, group_of.get(index), known, keys, numbers)
+        return found
+
+    def _precision(self) -> str:
+        config = self.said["ds_config"]
+        kinds = [kind for kind in ("fp16", "bf16", "bfloat16") if (config.get(kind) or {}).get("enabled") is True]
+        return kinds[0].replace("bfloat", "bf") if kinds else "fp32"
+
+    def _loss_scale(self) -> dict[str, Any]:
+        scaler = self.scaler or {"cur_scale": 1.0, "dynamic": False}
+        if not scaler["dynamic"]:
+            return {"kind": "static", "scale": float(scaler["cur_scale"])}
+        theirs = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+        ours = ("scale", "iteration", "last_overflow_iteration", "hysteresis_left")
+        return {"kind": "dynamic"} | {own: scaler[key] for own, key in zip(ours, theirs, strict=True)}
+
+
+def _base(own: Any) -> Any:
+    """The state dict of the optimizer that DeepSpeed's wraps: in stage 3 under another name."""
+    base = own.get("optimizer_state_dict", own.get("base_optimizer_state", {}))
+    if not isinstance(base, Mapping):
+        raise TypeError("elastic_checkpoint leaves out the optimizer's settings")
+    return base
+
+
+def _part(shape: Any, rank: int, world: int) -> tuple[int, int, int]:
+    """One rank's part of a parameter that stage 3 has cut: first element, how many, and how many with padding."""
+    numel, each = math.prod(shape), -(-math.prod(shape) // world)
+    start = min(numel, rank * each)
+    return start, min(numel - start, each), each
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Of a tensor's first byte in its file."""
+    whole: Any = tensor.untyped_storage()._checkpoint_offset
+    return int(whole) + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _is_vector(value: Any) -> bool:
+    return torch.is_tensor(value) and value.dim() > 0
+
+
+def _scalar(value: Any) -> Any:
+    """A number as torch's optimizers keep theirs."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    encoded = encode(float(value) if number else value, "the optimizer's state", {})
+    return {"dtype": "F32", "shape": [], "value": encoded} if number else encoded
+
+
+def _setting(value: Any) -> Any:
+    return encode(tuple(value) if isinstance(value, list) else value, "the optimizer's settings", {})

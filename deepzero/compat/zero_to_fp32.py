@@ -1,0 +1,201 @@
+"""A checkpoint's weights in fp32, as one state dict or as files of a model: DeepSpeed's module of this name.
+
+Checkpoints may be deepzero's or DeepSpeed's own. The script ``zero_to_fp32.py`` beside them calls :func:`main`.
+
+Source: ``utils/zero_to_fp32.py`` of [DeepSpeed].
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from deepzero.checkpoint.checkpoint_dir import is_complete
+from deepzero.checkpoint.errors import CheckpointError
+from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, PRECISIONS, export
+from deepzero.checkpoint.manifest import BUFFER, listed
+from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, read_own
+from deepzero.compat import deepspeed_checkpoint
+
+log = logging.getLogger(__name__)
+
+SCRIPT = "zero_to_fp32.py"
+_TEXT = '''#!/usr/bin/env python
+"""fp32 weights of a checkpoint beside this file: python zero_to_fp32.py . OUTPUT_FOLDER; --help says more."""
+from deepzero.compat.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that :meth:`contiguous` reads; ``dtype`` is that of what is read, fp32 for floating ones."""
+
+    reader: CheckpointReader
+    key: str
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def contiguous(self) -> torch.Tensor:
+        """The values, on the CPU."""
+        values = torch.empty(self.shape, dtype=self.dtype)
+        self.reader.read([ReadRequest(self.key, self.name, 0, values.view(-1))])
+        return values
+
+
+def _open(checkpoint_dir: str | Path, tag: str | None, trained_only: bool = False) -> CheckpointReader:
+    reader = deepspeed_checkpoint.read(Path(checkpoint_dir), tag) or read_own(checkpoint_dir, tag)
+    for file in reader.manifest.files if reader.checks_files else ():
+        reader.check(file, ())
+    infos = reader.manifest.parameters.items()
+    chosen = {name: info for name, info in infos if info.trained or not trained_only}
+    reader.manifest = dataclasses.replace(reader.manifest, parameters=chosen)
+    return reader
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, Any]:
+    """The state dict of a checkpoint's model: parameters and buffers on the CPU, floating ones in fp32. No collective.
+
+    Args:
+        checkpoint_dir: the folder that checkpoints were saved to.
+        tag: which one; None: the one that ``latest`` names.
+        exclude_frozen_parameters: leave out what was not trained. What was not saved is missing in any case.
+        lazy_mode: give a :class:`LazyTensor` for each, so that one at a time can be read.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    reader = _open(checkpoint_dir, tag, exclude_frozen_parameters)
+    found: dict[str, LazyTensor] = {}
+
+    def add(key: str, name: str, shape: Iterable[int], aliases: Iterable[str] = ()) -> None:
+        _, stored = reader.extent(key, name) or (0, torch.float32 if 0 in shape else None)
+        if stored is not None:
+            dtype = torch.float32 if stored.is_floating_point else stored
+            found.update(dict.fromkeys((name, *aliases), LazyTensor(reader, key, name, torch.Size(shape), dtype)))
+
+    for name, info in reader.manifest.parameters.items():
+        add(info.values_key, name, info.shape, info.aliases)
+    for name, buffer in reader.manifest.buffers.items():
+        add(BUFFER, name, buffer["shape"])
+    made = {} if lazy_mode else {lazy.name: lazy.contiguous() for lazy in found.values()}
+    return {name: lazy if lazy_mode else made[lazy.name] for name, lazy in found.items()}
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """Move a model of no engine to the CPU and fill it, as far as names fit; a warning says which do not."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    missing, unexpected = model.cpu().load_state_dict(state, strict=False)
+    if missing or unexpected:
+        log.warning("%s: not there: %s; not in the model: %s", checkpoint_dir, listed(missing), listed(unexpected))
+    return model
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    dtype: torch.dtype | str = torch.float32,
+    max_shard_size: str | int | None = DEFAULT_MAX_SHARD,
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write a checkpoint's model in ``dtype``: as ``pytorch_model.bin``, by ``torch.save``, or as safetensors.
+
+    Args:
+        checkpoint_dir: the folder that checkpoints were saved to.
+        output_dir: made if it is not there; a model that is there is replaced.
+        dtype: of floating tensors: torch's, or ``fp32``, ``bf16``, ``fp16``, ``float32`` …
+        max_shard_size: a larger model is divided among several files and an index; None: never.
+        safe_serialization: write safetensors.
+        tag: which checkpoint; None: the one that ``latest`` names.
+        exclude_frozen_parameters: leave out what was not trained.
+    """
+    known = {str(kind).removeprefix("torch."): name for name, kind in PRECISIONS.items()} | {p: p for p in PRECISIONS}
+    if (word := str(dtype).removeprefix("torch.")) not in known:
+        raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(known)}")
+    write = partial(
+        export, checkpoint_dir, dtype=known[word], tag=tag, max_shard_size=max_shard_size or 1 << 62, force=True,
+        partial=True, read=lambda folder, name: _open(folder, name, exclude_frozen_parameters),
+    )  # fmt: skip
+    out = Path(output_dir)
+    if safe_serialization:
+        write(out)
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out) as hidden:
+        source, made = Path(hidden), dict[str, str]()
+        written = write(source / "safetensors")
+        for file in written.files:
+            with safe_open(written.folder / file, "pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                tensors |= {tied: tensors[name] for tied, name in opened.metadata().items() if name in tensors}
+            made |= dict.fromkeys(tensors, name := f"pytorch_{file.removesuffix('.safetensors')}.bin")
+            torch.save(tensors, source / name)
+        if len(written.files) > 1:
+            index = {"metadata": {"total_size": written.bytes}, "weight_map": made}
+            (source / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        for path in sorted(source.glob("pytorch_model*"), reverse=True):  # the file that is opened first comes last
+            path.replace(out / path.name)
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path, output_dir: str | Path, *args: Any, **kwargs: Any
+) -> None:
+    """:func:`convert_zero_checkpoint_to_state_dict` in fp32, with its other arguments."""
+    convert_zero_checkpoint_to_state_dict(checkpoint_dir, output_dir, torch.float32, *args, **kwargs)
+
+
+def convert_to_universal(args: argparse.Namespace) -> None:
+    """``main`` of DeepSpeed's ``ds_to_universal``: a checkpoint under a second name, as each is universal already.
+
+    Args:
+        args: with ``input_folder`` and ``output_folder``, which the file ``latest_universal`` beside it then names.
+    """
+    source, target = Path(args.input_folder), Path(args.output_folder)
+    if not is_complete(source):
+        raise CheckpointError(f"{source} is no checkpoint of deepzero's; DeepSpeed's own needs no conversion: load it")
+    shutil.copytree(source, target)
+    target.with_name("latest_universal").write_text(f"{target.name}\n", encoding="utf-8")
+
+
+def leave_script(folder: Path) -> None:
+    """Put the script beside the checkpoints, if there is none; a failure is a warning, as the checkpoint is whole."""
+    path = folder / SCRIPT
+    try:
+        if not path.exists():
+            path.write_text(_TEXT, encoding="utf-8")
+            path.chmod(0o755)
+    except OSError as error:
+        log.warning("%s could not be written (%s); the checkpoint is not concerned", path, error.strerror)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command: ``python zero_to_fp32.py CHECKPOINTS OUTPUT_FOLDER``."""
+    parser = argparse.ArgumentParser(description="Write the fp32 weights of a checkpoint.")
+    parser.add_argument("checkpoint_dir", help="the folder that checkpoints were saved to")
+    parser.add_argument("output_dir", help="the folder that the model's files go to")
+    parser.add_argument("--max_shard_size", default=DEFAULT_MAX_SHARD, help="of one file (%(default)s)")
+    parser.add_argument("--safe_serialization", action="store_true", help="safetensors instead of torch.save")
+    parser.add_argument("-t", "--tag", help="which checkpoint; else the one that latest names")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
+    convert_zero_checkpoint_to_fp32_state_dict(**vars(parser.parse_args(arguments)))

@@ -1,0 +1,250 @@
+"""Checkpoints that DeepSpeed has written: read bit for bit in any stage and by any number of ranks, never executed."""
+
+import json
+import pickle
+import runpy
+import shutil
+import tarfile
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import deepzero
+from deepzero.checkpoint.errors import CheckpointError
+from deepzero.compat import deepspeed_checkpoint, zero_to_fp32
+from deepzero.compat.checkpoint_utils import clone_tensors_for_torch_save
+from deepzero.runtime.zero.partition_parameters import GatheredParameters
+from deepzero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from tests.distributed.checkpoints import said
+from tests.distributed.moved_runs import CLIENT_STATE, RUNS, SAVED, UNTIL, Model, optimizer_for, settings, train
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """What DeepSpeed 0.19.8 has written, see ``moved_runs.py``."""
+    folder = tmp_path_factory.mktemp("theirs")
+    with tarfile.open(Path(__file__).parent / "data" / "deepspeed.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def engine_for(name, stage):
+    """Another initialisation than that of the run that was saved."""
+    torch.manual_seed(5)
+    model = Model()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), model.scale):
+            tensor.mul_(3)
+    config = settings(stage, RUNS[name][1])
+    return deepzero.initialize(model=model, optimizer=optimizer_for(model), config=config)[0]
+
+
+def values(engine):
+    """Every parameter's master and moments, or the value of one that is not trained."""
+    found = {}
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            moments = {key: safe_get_full_optimizer_state(param, key) for key in ("exp_avg", "exp_avg_sq")}
+            found[name] = {"master": safe_get_full_fp32_param(param), **moments}
+        else:
+            with GatheredParameters([param]):
+                found[name] = {"master": param.detach().float().clone()}
+    return found
+
+
+def moves_over(rank, world, folder, name, tag, stage):
+    engine = engine_for(name, stage)
+    truth = torch.load(folder / name / "truth.pt")
+    path, client_state = engine.load_checkpoint(folder / name, tag)
+    assert path == str(folder / name / tag) and torch.equal(client_state.pop("seen"), CLIENT_STATE["seen"])
+    assert client_state == {key: value for key, value in CLIENT_STATE.items() if key != "seen"}
+    for key, expected in truth["values"].items():
+        for what, tensor in values(engine)[key].items():
+            assert torch.equal(tensor.flatten(), expected[what].flatten()), (key, what)
+    assert engine.module.scale.tolist() == [1.5, 0.5, 1.0, 1.0, 2.0, 1.0]
+    assert (engine.global_steps, engine.skipped_steps) == (SAVED, truth["skipped"])
+    assert engine.loss_scale == truth["scale"] and (truth["skipped"] > 0) == (RUNS[name][1] == "fp16")
+    losses = train(engine, SAVED, UNTIL, rank)
+    if world == RUNS[name][2]:
+        nearly = {"abs": 1e-5} if RUNS[name][1] == "fp32" else {"rel": 1e-3}
+        assert losses == pytest.approx(truth["losses"][rank], **nearly), (losses, truth["losses"][rank])
+        assert engine.get_lr() == truth["lr"]
+    again = values(engine)
+    engine.save_checkpoint(folder / f"ours-{tag}-{name}-{stage}-{world}", tag="ours")
+    engine.load_checkpoint(folder / f"ours-{tag}-{name}-{stage}-{world}")
+    assert all(torch.equal(t, again[key][what]) for key, kept in values(engine).items() for what, t in kept.items())
+    engine.destroy()
+
+
+@pytest.mark.parametrize("name,tag,stage,world", [
+    ("stage1-fp32", "own", 2, 1),
+    ("stage1-fp32", "universal", 3, 2),
+    ("stage2-bf16", "own", 1, 3),
+    ("stage2-bf16", "own", 3, 2),
+    ("stage3-fp16", "own", 0, 2),
+    ("stage3-fp16", "own", 3, 3),
+    ("stage3-fp16", "universal", 2, 2),
+])  # fmt: skip
+def test_a_run_moves_over(ranks, theirs, tmp_path, name, tag, stage, world):
+    """Masters, moments, frozen and tied parameters, buffer, counters, scale and schedule; then the same losses."""
+    shutil.copytree(theirs / name, tmp_path / name)
+    ranks.run(moves_over, tmp_path, name, tag, stage, world_size=world)
+
+
+def edited(change):
+    """Write a ``.pt`` file of another content."""
+
+    def act(path):
+        content = torch.load(path)
+        change(content)
+        torch.save(content, path)
+
+    return act
+
+
+class Evil:
+    def __reduce__(self):
+        return eval, ("open('/tmp/executed', 'w')",)
+
+
+def shorter(path):
+    path.write_bytes(path.read_bytes()[:-500])
+
+
+def one_bit(path):
+    """In the bytes of a tensor: only the archive's sums show it."""
+    with torch.serialization.safe_globals([(deepspeed_checkpoint._Inert, n) for n in deepspeed_checkpoint._CLASSES]):
+        tensor = torch.load(path)["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"]
+    raw = path.read_bytes()
+    at = raw.index(tensor.numpy().tobytes())
+    path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+
+
+MODEL, OPTIM = "own/mp_rank_00_model_states.pt", "own/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+DAMAGES = {
+    "truncated": (OPTIM, shorter, "is missing, truncated, or was not written by torch.save"),
+    "empty": (MODEL, lambda path: path.write_bytes(b""), "is missing, truncated, or was not written by torch.save"),
+    "a plain pickle": (MODEL, lambda path: path.write_bytes(pickle.dumps(Evil())), "was not written by torch.save"),
+    "a rank is missing": (OPTIM, Path.unlink, "is not whole"),
+    "rank 0 is missing": (OPTIM.replace("rank_1", "rank_0"), Path.unlink, "lacks optim_states files, or has two"),
+    "no model": (MODEL, Path.unlink, "lacks model_states files"),
+    "malicious": (MODEL, edited(lambda content: content.update(evil=Evil())), "no plain data (builtins.eval)"),
+    "no moments": ("universal/zero/embed.weight/exp_avg.pt", Path.unlink, "of exp_avg of 'embed.weight'"),
+    "no shapes": (MODEL, edited(lambda content: content.pop("param_shapes")), "is not as DeepSpeed 0.9 to 0.19 writes"),
+    "another model": (
+        MODEL,
+        edited(lambda c: c["buffer_names"].clear()),
+        "is of another model: 1 missing",
+    ),
+    "tensor parallel": (MODEL, lambda path: shutil.copy(path, path.with_name("mp_rank_01_model_states.pt")), "divided"),
+    "one bit": (OPTIM, one_bit, "is damaged: own/data/"),
+}
+
+
+def refuses(rank, world, folders):
+    engine = engine_for("stage2-bf16", 2)
+    before = values(engine)
+    for what, folder in folders.items():
+        message = said(engine.load_checkpoint, folder, DAMAGES[what][0].partition("/")[0])
+        assert message is not None and DAMAGES[what][2] in message and str(folder) in message, (what, message)
+        if what != "one bit":  # found while it is read: then nothing may be done but load again
+            same = [torch.equal(t, before[k][w]) for k, kept in values(engine).items() for w, t in kept.items()]
+            assert all(same) and engine.global_steps == 0, what
+    engine.destroy()
+
+
+def test_nothing_malformed_is_loaded_and_no_pickle_executed(ranks, theirs, tmp_path):
+    for what, (file, act, _) in DAMAGES.items():
+        shutil.copytree(theirs / "stage2-bf16", tmp_path / what)
+        act(tmp_path / what / file)
+    ranks.run(refuses, {what: tmp_path / what for what in DAMAGES})
+    assert not Path("/tmp/executed").exists()
+
+
+def weights_alone(rank, world, folder):
+    engine = engine_for("stage2-bf16", 3)
+    (folder / "latest").write_text("own")
+    engine.load_checkpoint(folder, load_module_only=True)
+    truth = torch.load(folder / "truth.pt")["values"]
+    assert all(
+        torch.equal(kept["master"].view(-1), truth[key]["master"].view(-1)) for key, kept in values(engine).items()
+    )
+    assert engine.global_steps == 0 and not values(engine)["gate"]["exp_avg"].any()
+    engine.destroy()
+
+
+def test_weights_alone_and_by_latest(ranks, theirs, tmp_path):
+    shutil.copytree(theirs / "stage2-bf16", tmp_path, dirs_exist_ok=True)
+    ranks.run(weights_alone, tmp_path)
+
+
+def saves(rank, world, folder):
+    engine = engine_for("stage3-fp16", 3)
+    train(engine, 0, 3, rank)
+    engine.save_checkpoint(folder, tag="ours", exclude_frozen_parameters=False)
+    engine.save_checkpoint(folder, tag="some", exclude_frozen_parameters=True, save_latest=False)
+    kept = {name: tensors["master"].clone() for name, tensors in values(engine).items()}
+    engine.destroy()
+    return kept
+
+
+def test_weights_in_fp32_as_deepspeed_gives_them(ranks, theirs, tmp_path, monkeypatch, caplog):
+    """The functions and the script of ``zero_to_fp32``, on checkpoints of ours and of theirs."""
+    ours, scale = ranks.run(saves, tmp_path / "ours")[0], torch.tensor([4.5, 1.5, 3.0, 3.0, 6.0, 3.0])
+    truth = {key: kept["master"] for key, kept in torch.load(theirs / "stage3-fp16" / "truth.pt")["values"].items()}
+    shutil.copytree(theirs / "stage3-fp16", tmp_path / "theirs")
+    (tmp_path / "theirs" / "latest").write_text("own")
+    frozen = {"frozen.weight", "frozen.bias"}
+    for folder, expected, buffer in (("ours", ours, scale), ("theirs", truth, scale / 3)):
+        whole = {**expected, "head.weight": expected["embed.weight"], "scale": buffer}
+        state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / folder)
+        assert state.keys() == whole.keys() and state["head.weight"] is state["embed.weight"]
+        assert all(torch.equal(state[name].view(-1), value.view(-1)) for name, value in whole.items())
+        lazy = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
+            tmp_path / folder, exclude_frozen_parameters=True, lazy_mode=True
+        )
+        assert whole.keys() - lazy.keys() == frozen and torch.equal(lazy["gate"].contiguous(), whole["gate"])
+        model = zero_to_fp32.load_state_dict_from_zero_checkpoint(Model(), tmp_path / folder)
+        assert torch.equal(model.head.weight, state["embed.weight"]) and not caplog.records
+        out = tmp_path / f"{folder}-out"
+        if folder == "ours":
+            monkeypatch.setattr("sys.argv", ["zero_to_fp32.py", str(tmp_path / folder), str(out)])
+            runpy.run_path(str(tmp_path / folder / "zero_to_fp32.py"), run_name="__main__")
+        else:
+            zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / folder, out)
+        written = torch.load(out / "pytorch_model.bin")
+        assert all(torch.equal(written[name], value) for name, value in state.items()) and len(written) == len(state)
+        zero_to_fp32.convert_zero_checkpoint_to_state_dict(tmp_path / folder, out, "bf16", "200B", False)
+        index = json.loads((out / "pytorch_model.bin.index.json").read_text())["weight_map"]
+        parts = {file: torch.load(out / file) for file in set(index.values())}
+        assert len(parts) > 1 and all(parts[index[n]][n].equal(value.bfloat16()) for n, value in state.items())
+        zero_to_fp32.convert_zero_checkpoint_to_state_dict(
+            tmp_path / folder, out, safe_serialization=True, exclude_frozen_parameters=True
+        )
+        tensors = load_file(out / "model.safetensors")
+        assert tensors.keys() == whole.keys() - frozen - {"head.weight"} and tensors["gate"].equal(whole["gate"])
+    some = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ours", "some")
+    assert state.keys() - some.keys() == frozen, "what was not saved is not there"
+    with pytest.raises(CheckpointError, match="dtype 'int8' is not one of"):
+        zero_to_fp32.convert_zero_checkpoint_to_state_dict(tmp_path / "ours", tmp_path / "none", "int8")
+    given = Namespace(input_folder=str(tmp_path / "ours" / "ours"), output_folder=str(tmp_path / "ours" / "universal"))
+    zero_to_fp32.convert_to_universal(given)
+    assert (tmp_path / "ours" / "latest_universal").read_text() == "universal\n"
+    again = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ours", "universal")
+    assert again["gate"].equal(ours["gate"])
+    given.input_folder = str(tmp_path / "theirs" / "own")
+    with pytest.raises(CheckpointError, match="DeepSpeed's own needs no conversion"):
+        zero_to_fp32.convert_to_universal(given)
+
+
+def test_copies_for_torch_save(tmp_path):
+    """Without the buffer that a view looks at."""
+    whole = torch.arange(100_000.0)
+    item = {"a": whole[:3], "b": [whole[5:6], (whole[7], "x")]}
+    copies = clone_tensors_for_torch_save(item)
+    assert copies["a"].equal(item["a"]) and copies["b"][1] == (torch.tensor(7.0), "x")
+    torch.save(copies, tmp_path / "copies.pt")
+    assert (tmp_path / "copies.pt").stat().st_size < 10_000 and copies["a"].data_ptr() != whole.data_ptr()
