@@ -41,10 +41,10 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/training": (976, 380),
     "deepzero/compat": (2426, 1200),
     "deepzero": (33_752, 23_500),
-    "tools": (4828, 2700),
+    "tools": (5148, 2700),
     "tools/book": (1153, 1000),
     "examples": (762, 700),
-    "tests": (28_736, 17_000),
+    "tests": (28_849, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
