@@ -121,7 +121,8 @@ _LINES = {
     f"{_ESTIMATES} estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_live "
     "estimate_zero2_model_states_mem_needs_all_cold",
     "runtime.zero.tiling": "deepzero.zero: TiledLinear TiledLinearReturnBias",
-    "runtime.zero.utils": "deepzero.checkpoint.errors: ZeRORuntimeException=CheckpointError",
+    "runtime.zero.utils": "deepzero.checkpoint.errors: ZeRORuntimeException=CheckpointError; "
+    "deepzero.zero: is_zero_param",
     "utils": "deepzero.utils: *; deepzero.compat.log: *; deepzero.compat.groups: *; "
     "deepzero.compat.utilities: RepeatingLoader; deepzero.compat.accelerator: get_accelerator",
     "utils.groups": "deepzero.compat.groups: *",
