@@ -25,12 +25,12 @@ from deepzero.utils.closed_pipe import exit_with
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
-    "deepzero/config": (1542, 1150),
+    "deepzero/config": (1551, 1150),
     "deepzero/comm": (3476, 2720),
     "deepzero/runtime": (3607, 3050),
     "deepzero/runtime/zero": (5618, 4550),
     "deepzero/offload": (2801, 2500),
-    "deepzero/checkpoint": (3589, 2610),
+    "deepzero/checkpoint": (3634, 2610),
     "deepzero/launch": (705, 650),
     "deepzero/health": (651, 560),
     "deepzero/monitor": (2665, 1600),
@@ -38,13 +38,13 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/profiling": (1235, 800),
     "deepzero/models": (545, 540),
     "deepzero/data": (485, 400),
-    "deepzero/training": (976, 380),
-    "deepzero/compat": (2426, 1200),
-    "deepzero": (33_752, 23_500),
-    "tools": (5148, 2700),
+    "deepzero/training": (978, 380),
+    "deepzero/compat": (3023, 1200),
+    "deepzero": (34_396, 23_500),
+    "tools": (4828, 2700),
     "tools/book": (1153, 1000),
     "examples": (762, 700),
-    "tests": (28_849, 17_000),
+    "tests": (29_129, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

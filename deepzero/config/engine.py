@@ -8,7 +8,7 @@ Source: [DeepSpeed], ``runtime/config.py``, ``runtime/zero/config.py``, ``runtim
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, Literal
 
 from deepzero.config.strict import ConfigError, Section, require
@@ -171,6 +171,11 @@ class EngineConfig(Section):
         rule = f"means little with precision.dtype=fp32, which {rule}"
         weights = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
         zero.quantization.need(not (weights and few_bits), "weight_bits", rule)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A setting by its key in the JSON, a block as a mapping: Hugging Face's Trainer asks ``engine.config`` so."""
+        value = getattr(self, {"zero_optimization": "zero"}.get(key, key), default)
+        return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 @dataclass(frozen=True)

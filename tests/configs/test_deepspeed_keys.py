@@ -126,6 +126,13 @@ def test_only_the_first_rank_says_it(said, monkeypatch):
     assert said.messages == []
 
 
+def test_a_setting_by_its_key():
+    """As Trainer asks an engine's config."""
+    config = load_engine_config({**zero(stage=3), "gradient_clipping": 0.5})
+    assert config.get("zero_optimization", {}).get("stage") == 3 and config.get("gradient_clipping") == 0.5
+    assert config.get("tensor_parallel", {}) == {}
+
+
 def test_a_nodes_own_storage_is_the_shared_one_on_one_machine(monkeypatch):
     given = {"checkpoint": {"use_node_local_storage": True}}
     for world, local in ((None, None), ("4", "4")):

@@ -140,7 +140,7 @@ DAMAGES = {
         "is of another model: 1 missing",
     ),
     "tensor parallel": (MODEL, lambda path: shutil.copy(path, path.with_name("mp_rank_01_model_states.pt")), "divided"),
-    "one bit": (OPTIM, one_bit, "is damaged: own/data/"),
+    "one bit": (OPTIM, one_bit, "/data/1 is not what was written"),
 }
 
 
