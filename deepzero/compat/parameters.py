@@ -98,7 +98,7 @@ def _strategy(param: Any) -> PlainAllGather | None:
 
 
 def ds_secondary_tensor(param: Any) -> torch.Tensor | None:
-    """hpZ's and MiCS's secondary partition: here of the parameter's bucket, in the messages that travel; or None."""
+    """HpZ's and MiCS's secondary partition: here of the parameter's bucket, in the messages that travel; or None."""
     strategy = _strategy(param)
     return strategy.secondary_shard if strategy is not None else None
 
