@@ -180,7 +180,7 @@ class DeepSpeedEngine(EngineGetters):
 
         Returns:
             The checkpoint's path and the client state that was saved with it; twice None, with a warning, where
-            nothing has been saved yet: no folder, or an empty one.
+            nothing has been saved yet: no folder, or an empty one (but weights alone have to be there).
 
         Raises:
             CheckpointError: on every rank, with the file and what is wrong. It is of another model, is not complete, is
