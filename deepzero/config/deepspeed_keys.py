@@ -16,7 +16,7 @@ _ZERO_SATISFIED: _Rules = {
     "ignore_unused_parameters": ((True,), "a parameter without gradient counts as zeros"),
     "legacy_stage1": (_NO, "there is one stage 1"),
     "log_trace_cache_warnings": (_OFF_OR_ON, "rank 0 says it once when modules come in another order"),
-    "memory_efficient_linear": (_ON_OR_OFF, "no view of a weight is ever saved"),
+    "memory_efficient_linear": (_ON_OR_OFF, "autograd keeps no view of a weight from a forward pass"),
     "override_module_apply": (_ON_OR_OFF, "a later constructor may write to what is partitioned"),
     "parameter_alignment": (_OFF_OR_ON, "every parameter starts aligned"),
     "stage3_model_persistence_threshold": ((sys.maxsize,), "lower stage3_param_persistence_threshold instead"),
@@ -39,7 +39,7 @@ SATISFIED: _Rules = {
     ),
     "checkpoint.use_node_local_storage": (_NO, "checkpoints lie in one folder that all ranks see"),
     **{f"zero_optimization.{key}": rule for key, rule in _ZERO_SATISFIED.items()},
-    "bf16.immediate_grad_update": (_OFF_OR_ON, "stages 2 and 3 reduce gradients as they come, 0 and 1 at the boundary"),
+    "bf16.immediate_grad_update": (_OFF_OR_ON, "overlap_comm, or stages 2 and 3, reduce gradients as they come"),
     "bf16.bf16_master_weights_and_grads": (_NO, "masters are fp32"),
     "bf16.bf16_optimizer_states": (_NO, "the optimizer's states are fp32"),
     "fp16.fp16_master_weights_and_grads": (_NO, "masters are fp32"),
@@ -66,8 +66,8 @@ _ZERO_STEERING: dict[str, tuple[bool | int, str]] = {
 }
 _IN_MODEL = "what is computed again is the model's choice, by torch.utils.checkpoint"
 STEERING: dict[str, tuple[bool | int | float, str]] = {
-    "prescale_gradients": (False, "the mean is the same: gradients are summed in fp32 and divided once"),
-    "gradient_predivide_factor": (1.0, "the mean is the same: gradients are summed in fp32 and divided once"),
+    "prescale_gradients": (False, "the mean is the same: gradients are divided once, at the end"),
+    "gradient_predivide_factor": (1.0, "the mean is the same: gradients are divided once, at the end"),
     "dataloader_drop_last": (True, "the loader drops an incomplete last batch"),
     "wall_clock_breakdown": (False, "nothing is printed; in torch.profiler the phases of a step have names"),
     "memory_breakdown": (False, "nothing is printed; engine.report() has the ledger"),

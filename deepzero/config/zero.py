@@ -81,7 +81,7 @@ class QuantizationConfig(Section):
     block_size: int = 2048
     """Elements that share a scale, a multiple of 64."""
     error_feedback: bool = False
-    """qgZ: what a gradient lost on the wire is added to the next one. Takes two bytes an element."""
+    """qgZ: what a gradient lost on the wire is added to the next one. Costs memory, see docs/zeropp.md."""
     meter_every: int = 50
     """Measure the signal-to-noise ratio of every bucket in every so-manieth optimizer step; 0: never."""
     min_weight_snr_db: float | Literal["never"] | None = None

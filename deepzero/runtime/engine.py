@@ -197,7 +197,7 @@ class Engine(nn.Module):
     # ---- backward: 1 fetch, 2 release, 3 gradient ready --------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Compute gradients; stages 2 and 3 reduce them as they come. Equivalent to a plain ``loss.backward()``.
+        """Compute gradients; stages 2 and 3 reduce them as they come. ``loss.backward()`` is the same, but in fp16.
 
         Args:
             loss: a scalar of this micro-batch. The mean over micro-batches and ranks is taken of the gradients, later.
