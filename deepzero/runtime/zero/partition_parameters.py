@@ -104,7 +104,7 @@ class ZeroParameter(nn.Parameter):
     # As in nn.Parameter: nothing is intercepted.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _zero: ParamRecord
-    # Whether the parameter is below ``stage3_param_persistence_threshold`` and stays whole.
+    # Whether the parameter has at most ``stage3_param_persistence_threshold`` elements: it stays whole.
     ds_persist = False
 
     @property
