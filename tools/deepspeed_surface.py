@@ -154,7 +154,7 @@ def page(version: str, rows: Sequence[tuple[str, ...]], table: Mapping[str, Any]
         groups: dict[tuple[str, ...], list[str]] = {}
         for _, name, verdict, why in (row for row in rows if row[0] == area):
             groups.setdefault((verdict, why), []).append(f"`{name}`")
-        counts = Counter(verdict for place, _, verdict, _ in rows if place == area)
+        counts = Counter("not ZeRO's" if row[2] in table["outside"] else row[2] for row in rows if row[0] == area)
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
         lines += ["", '<details markdown="1">', f"<summary><code>{area}</code>: {said}</summary>", ""]
         lines += ["| Names | Verdict | Why |", "| --- | --- | --- |"]

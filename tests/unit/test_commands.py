@@ -53,6 +53,7 @@ HF_TRAINER = (
 )
 ACCELERATE_LOOP = "-m deepzero.compat examples/accelerate_loop.py --config examples/zero2_auto.json"
 ELSEWHERE = {
+    "python -m tools.deepspeed_surface": "tests/compat/test_surface.py",
     "python -m tools.walk zero.stage=2": "tests/distributed/test_walk.py",
     "python -m tools.walk zero.stage=3": "tests/distributed/test_walk.py",
     "python examples/tables.py": "tests/unit/test_examples.py",
