@@ -187,7 +187,9 @@ class EngineConfig(Section):
         value = getattr(self, name) if name in [f.name for f in fields(self)] else None
         if isinstance(value, OptimizerConfig):
             return {"type": value.target, "params": dict(value.params)}
-        return default if value is None else asdict(value) if is_dataclass(value) else value
+        if is_dataclass(value) and not isinstance(value, type):
+            return asdict(value)
+        return default if value is None else value
 
 
 @dataclass(frozen=True)

@@ -139,13 +139,13 @@ class ZeroConfig(Section):
     """Stage 1 only: false reduces with an all-reduce, as DeepSpeed's first release did, at 1.5 times the volume."""
     stage3_prefetch_bucket_size: int = 50_000_000
     """Stage 3: fetch ahead until so many elements are gathered and not yet used; 0: never. A small model is cut into
-    small buckets, and then one bucket ahead is the most; see ``partition_plan.fetch_limits``."""
+    small buckets, and then so many are limited to its largest size; see ``partition_plan.fetch_limits``."""
     stage3_max_live_parameters: int = 1_000_000_000
     """Stage 3: at most this many elements are gathered at any time. A module that needs more at once gets it, with a
     warning."""
     stage3_max_reuse_distance: int = 1_000_000_000
     """Stage 3: keep what is used again within so many elements of other parameters. For small models as
-    ``stage3_prefetch_bucket_size``: one bucket is the most."""
+    ``stage3_prefetch_bucket_size``."""
     stage3_param_persistence_threshold: int = 100_000
     """Stage 3: parameters of at most this many elements stay whole on every rank."""
     sub_group_size: int = 1_000_000_000
