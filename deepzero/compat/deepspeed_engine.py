@@ -262,17 +262,22 @@ class DeepSpeedEngine(EngineGetters):
         data_sampler: Sampler[Any] | None = None, collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:  # fmt: skip
-        """A loader of this rank's micro-batches; an incomplete last one is dropped.
+        """A loader of this rank's micro-batches, as many on every rank.
+
+        The last one may be smaller, and the first samples come twice where the ranks do not divide their number; with
+        ``dataloader_drop_last`` both are dropped instead.
 
         The route ``train`` has an order that ``loader.sampler.set_epoch`` shuffles anew; others keep the dataset's. An
         iterable dataset gives every rank what its own iterator gives. Batches are in locked memory on a GPU only.
         """
+        drop_last = self.config.dataloader_drop_last
         if data_sampler is None and not isinstance(dataset, IterableDataset):
             ranks, shuffle = (self.world_size, self.global_rank), route == "train"
-            data_sampler = DistributedSampler(dataset, *ranks, shuffle=shuffle, drop_last=True)
+            data_sampler = DistributedSampler(dataset, *ranks, shuffle=shuffle, drop_last=drop_last)
         return DataLoader(
-            dataset, batch_size or self.batch.micro_batch, sampler=data_sampler, collate_fn=collate_fn, drop_last=True,
+            dataset, batch_size or self.batch.micro_batch, sampler=data_sampler, collate_fn=collate_fn,
             pin_memory=pin_memory and self.device.type == "cuda", num_workers=num_local_io_workers or 0,
+            drop_last=drop_last,
         )  # fmt: skip
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

@@ -69,6 +69,8 @@ def _averaged_gradients(engine: Engine) -> dict[int, list[torch.Tensor]]:
     """Copies of this rank's fragments of the means, times the loss scale, by optimizer group; empty before a pass."""
     gradients, found = engine.zero.stage.gradients, dict[int, list[torch.Tensor]]()
     if gradients.reduced:
+        # A rank may own no element of a group, and is asked for it all the same.
+        found.update((number, []) for number in range(len(engine.optimizer.param_groups)))
         gradients.drain()
         owners = [group.optimizer_group for group in engine.zero.groups for _ in group.fragments]
         for owner, part in zip(owners, engine.zero.optimizer_shard.parts, strict=True):

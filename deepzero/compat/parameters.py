@@ -25,6 +25,7 @@ from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.runtime.zero import tensor_fragment
 from deepzero.runtime.zero.module_registry import LEAF, z3_leaf_module
+from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
 from deepzero.runtime.zero.partition_parameters import GatheredParameters, Init, PersistentParameter, ZeroParameter
 from deepzero.runtime.zero.tensor_fragment import safe_get_full_grad, safe_set_full_grad
 
@@ -91,6 +92,23 @@ def ds_summary(param: ZeroParameter) -> dict[str, Any]:
     return said | numels | {name: tuple(shape) for name, shape in shapes.items()}
 
 
+def _strategy(param: Any) -> PlainAllGather | None:
+    bucket = getattr(param._zero, "bucket", None)
+    return bucket.gather if bucket is not None else None
+
+
+def ds_secondary_tensor(param: Any) -> torch.Tensor | None:
+    """HpZ's and MiCS's secondary partition: here of the parameter's bucket, in the messages that travel; or None."""
+    strategy = _strategy(param)
+    return strategy.secondary_shard if strategy is not None else None
+
+
+def ds_zero_param_process_group(param: Any) -> Any:
+    """The group of ranks that keep hpZ's or MiCS's secondary partition among them; None without."""
+    strategy = _strategy(param)
+    return strategy.group.handle if strategy is not None and strategy.group is not None else None
+
+
 for _kind in (ZeroParameter, PersistentParameter):
     for _name, _verb in {
         **{verb.__name__: verb for verb in (all_gather, partition, ds_summary)},
@@ -99,6 +117,8 @@ for _kind in (ZeroParameter, PersistentParameter):
         # buckets are counted, and what is cleared is a set of the program's own.
         "ds_active_sub_modules": property(lambda param: set()),
         "ds_process_group": property(lambda param: world_group()),
+        "ds_secondary_tensor": property(ds_secondary_tensor),
+        "ds_zero_param_process_group": property(ds_zero_param_process_group),
     }.items():
         setattr(_kind, _name, _verb)
 

@@ -7,8 +7,6 @@ parameter itself comes back, and TRL's fused losses ask it whether to gather it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -17,13 +15,12 @@ from deepzero.zero import ZeroParamStatus
 __all__ = ["ZeroParamStatus"]
 
 
-class _StatusOfPlainTensors:
+def _status(tensor: torch.Tensor) -> ZeroParamStatus:
     """AVAILABLE for a tensor; a parameter has a status only where it belongs to an engine or ``zero.Init``."""
-
-    def __get__(self, tensor: torch.Tensor | None, kind: type) -> Any:
-        if tensor is None or isinstance(tensor, nn.Parameter):
-            raise AttributeError(f"{kind.__name__!r} object has no attribute 'ds_status'")
-        return ZeroParamStatus.AVAILABLE
+    if isinstance(tensor, nn.Parameter):
+        raise AttributeError(f"{type(tensor).__name__!r} object has no attribute 'ds_status'")
+    return ZeroParamStatus.AVAILABLE
 
 
-torch.Tensor.ds_status = _StatusOfPlainTensors()  # type: ignore[attr-defined]
+# A property, as those of torch's own: torch.compile asks the class for each of its names, and for their setters.
+torch.Tensor.ds_status = property(_status)  # type: ignore[attr-defined]

@@ -208,7 +208,7 @@ class WriteGuard:
             moved = bucket.shown and slot.numel and data_ptr(param) != start + inside
             if param._version != version or moved:
                 return param
-        # With one rank what was written is the shard itself: nothing is lost.
+        # With one rank the shard would be compared with itself, which tells nothing.
         itself = bucket.in_place and self._samples is None
         return self._written_through_data() if bucket.gathered.device.type == "cpu" and not itself else None
 
