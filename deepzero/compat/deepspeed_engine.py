@@ -196,7 +196,7 @@ class DeepSpeedEngine(EngineGetters):
 
         Returns:
             The checkpoint's path and the client state that was saved with it; twice None, with a warning, where
-            nothing has been saved yet: no folder, or an empty one.
+            nothing has been saved yet: no folder, or an empty one (but weights alone have to be there).
 
         Raises:
             CheckpointError: on every rank, with the file and what is wrong. It is of another model, is not complete, is
@@ -278,7 +278,10 @@ class DeepSpeedEngine(EngineGetters):
         data_sampler: Sampler[Any] | None = None, collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:  # fmt: skip
-        """A loader of this rank's micro-batches; an incomplete last one is dropped.
+        """A loader of this rank's micro-batches, as many on every rank.
+
+        The last one may be smaller, and the first samples come twice where the ranks do not divide their number; with
+        ``dataloader_drop_last`` both are dropped instead.
 
         The route ``train`` has an order that ``loader.sampler.set_epoch`` shuffles anew; others keep the dataset's.
         ``collate_fn`` is ``initialize``'s where none is given. Batches are in locked memory on a GPU only.
@@ -295,12 +298,14 @@ class DeepSpeedEngine(EngineGetters):
                 "torch DataLoader of it instead of training_data= or deepspeed_io"
             )
         collate_fn = collate_fn or self.collate_fn
+        drop_last = self.config.dataloader_drop_last
         if data_sampler is None and not isinstance(dataset, IterableDataset):
             ranks, shuffle = (self.world_size, self.global_rank), route == "train"
-            data_sampler = DistributedSampler(dataset, *ranks, shuffle=shuffle, drop_last=True)
+            data_sampler = DistributedSampler(dataset, *ranks, shuffle=shuffle, drop_last=drop_last)
         return DataLoader(
-            dataset, batch_size or self.batch.micro_batch, sampler=data_sampler, collate_fn=collate_fn, drop_last=True,
+            dataset, batch_size or self.batch.micro_batch, sampler=data_sampler, collate_fn=collate_fn,
             pin_memory=pin_memory and self.device.type == "cuda", num_workers=num_local_io_workers or 0,
+            drop_last=drop_last,
         )  # fmt: skip
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

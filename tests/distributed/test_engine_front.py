@@ -352,3 +352,22 @@ def test_front_door(rank, world):
     assert model.weight.dtype == torch.bfloat16 and engine.get_lr()[0] > 0
     everyone = process_group.all_gather_object(seen)
     assert sorted(index for mine in everyone for index in mine) == list(range(12))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks()
+def test_a_smaller_last_batch(rank, world, stage):
+    """As many batches on every rank, as DeepSpeed has; the step of a smaller one is like any other's."""
+    for drop_last, sizes in ((None, [4, 2]), (False, [4, 2]), (True, [4])):
+        settings = config(stage=stage, train_micro_batch_size_per_gpu=4, dataloader_drop_last=drop_last)
+        engine, _, loader, _ = deepzero.initialize(
+            model=nn.Linear(4, 1), config=settings, training_data=torch.utils.data.Subset(Numbers(), range(11))
+        )
+        seen = []
+        for x, index in loader:
+            seen.append(len(index))
+            engine.backward(engine(x).mean())
+            engine.step()
+            assert engine.was_step_applied()
+        assert seen == sizes and len(loader) == len(sizes) == engine.global_steps
+        check_alike(engine.params_sha256())
