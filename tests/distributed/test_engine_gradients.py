@@ -271,7 +271,7 @@ def test_what_cannot_be_scaled_or_left_unsynchronized(rank, world):
         engine.scale(x * 2)
     with pytest.raises(ValueError, match="requires_grad=False"):
         engine.scale(torch.ones(()))
-    with pytest.raises(RuntimeError, match=r"zero.stage=3 is there to avoid"), engine.no_sync():
+    with pytest.raises(RuntimeError, match=r"zero.stage=3, which is there to avoid"), engine.no_sync():
         pass
 
 
