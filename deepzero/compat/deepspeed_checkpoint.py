@@ -41,6 +41,7 @@ from deepzero.checkpoint.manifest import (
     CLIENT,
     COMMIT,
     COUNTERS,
+    LATEST,
     MASTER,
     PARAMETER,
     Manifest,
@@ -107,8 +108,11 @@ def read(load_dir: Path, tag: str | None, *_: Any) -> CheckpointReader | None:
     """
     if tag is not None:
         check_tag(tag)
-    known = tag or latest_tag(load_dir) or latest_tag(load_dir, "latest_universal") or ""
-    paths = [load_dir / tag] if tag else [load_dir, load_dir / known]
+    known = tag
+    for file in (LATEST, "latest_universal"):
+        if known is None and (known := latest_tag(load_dir, file)) is not None:
+            check_tag(known, f"{load_dir / file} is damaged: {known!r} cannot be the name of a checkpoint")
+    paths = [load_dir / tag] if tag else [load_dir, load_dir / (known or "")]
     files = {path: [file.name for file in path.glob("*mp_rank_*_states.pt")] for path in paths}
     path = next((path for path, found in files.items() if found and not (path / COMMIT).exists()), None)
     if path is None:

@@ -78,6 +78,17 @@ def load_zero_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLik
     return config.zero if isinstance(config, EngineConfig) else _in_json_words(_read_zero, read_mapping(config))
 
 
+def load_activation_config(
+    config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str],
+) -> ActivationCheckpointingConfig:
+    """``activation_checkpointing`` alone, for ``checkpointing.configure``."""
+    if isinstance(config, EngineConfig):
+        return config.activation_checkpointing
+    key = "activation_checkpointing"
+    block = {name: value for name, value in read_mapping(config).items() if name == key}
+    return load_engine_config(block).activation_checkpointing
+
+
 def read_mapping(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Mapping[str, Any]:
     """A DeepSpeed config as a mapping: one, a file's path, or the base64 text of such a file (launchers pass that).
 

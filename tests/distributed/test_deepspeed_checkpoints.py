@@ -185,6 +185,8 @@ def saves(rank, world, folder):
     engine = engine_for("stage3-fp16", 3)
     train(engine, 0, 3, rank)
     engine.save_checkpoint(folder, tag="ours", exclude_frozen_parameters=False)
+    if rank == 0:
+        (folder / "zero_to_fp32.py").write_text("")  # cut short: the next save puts it right
     engine.save_checkpoint(folder, tag="some", exclude_frozen_parameters=True, save_latest=False)
     kept = {name: tensors["master"].clone() for name, tensors in values(engine).items()}
     engine.destroy()
@@ -217,13 +219,18 @@ def test_weights_in_fp32_as_deepspeed_gives_them(ranks, theirs, tmp_path, monkey
             zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / folder, out)
         written = torch.load(out / "pytorch_model.bin")
         assert all(torch.equal(written[name], value) for name, value in state.items()) and len(written) == len(state)
+        for name in ("config.json", "model.safetensors", "model.safetensors.index.json"):
+            (out / name).touch()
         zero_to_fp32.convert_zero_checkpoint_to_state_dict(tmp_path / folder, out, "bf16", "200B", False)
         index = json.loads((out / "pytorch_model.bin.index.json").read_text())["weight_map"]
         parts = {file: torch.load(out / file) for file in set(index.values())}
+        # Hugging Face would open a whole model before an index, and safetensors before both.
+        assert {path.name for path in out.iterdir()} == {*parts, "pytorch_model.bin.index.json", "config.json"}
         assert len(parts) > 1 and all(parts[index[n]][n].equal(value.bfloat16()) for n, value in state.items())
         zero_to_fp32.convert_zero_checkpoint_to_state_dict(
             tmp_path / folder, out, safe_serialization=True, exclude_frozen_parameters=True
         )
+        assert {path.name for path in out.iterdir()} == {"model.safetensors", "config.json"}
         tensors = load_file(out / "model.safetensors")
         assert tensors.keys() == whole.keys() - frozen - {"head.weight"} and tensors["gate"].equal(whole["gate"])
     some = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ours", "some")
