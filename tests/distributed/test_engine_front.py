@@ -68,6 +68,12 @@ def test_what_others_ask(rank, world):
     settings = config(stage=2, precision="bf16", steps_per_print=7, gradient_accumulation_steps=3)
     engine, _, loader, _ = deepzero.initialize(model=make_model(), config=settings, training_data=Numbers())
     assert isinstance(engine, deepzero.DeepSpeedEngine) and engine.training_dataloader is loader
+    later, _, none, _ = deepzero.initialize(model=make_model(), config=settings, collate_fn=len)
+    assert none is None and set(later.deepspeed_io(Numbers())) == {2}
+    with pytest.raises(deepzero.ConfigError, match=r"route='trian'\): routes are train, eval, predict"):
+        later.deepspeed_io(Numbers(), route="trian")
+    with pytest.raises(deepzero.ConfigError, match="each of 2 ranks would train on the same samples"):
+        later.deepspeed_io(Stream())
     assert start(make_model(), optimizer=SGD).get_mom() == [0]
     assert start(make_model()).training_dataloader is None
     assert (engine.fp16_enabled(), engine.bfloat16_enabled(), engine.zero_optimization()) == (False, True, True)
@@ -318,6 +324,13 @@ class Numbers(torch.utils.data.Dataset):
 
     def __getitem__(self, i):
         return torch.full((4,), float(i)), i
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """The same samples on every rank."""
+
+    def __iter__(self):
+        return iter(range(12))
 
 
 @on_ranks()
