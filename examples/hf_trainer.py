@@ -41,7 +41,7 @@ def parse_arguments() -> TrainingArguments:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")
         parser = HfArgumentParser(TrainingArguments)
-        parser.set_defaults(accelerator_config={"use_configured_state": True})
+        parser.set_defaults(accelerator_config={"use_configured_state": True}, use_cpu=True)
         return parser.parse_args_into_dataclasses()[0]
     return HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()[0]
 

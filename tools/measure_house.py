@@ -25,7 +25,7 @@ from deepzero.utils.closed_pipe import exit_with
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
-    "deepzero/config": (1551, 1150),
+    "deepzero/config": (1556, 1150),
     "deepzero/comm": (3476, 2720),
     "deepzero/runtime": (3607, 3050),
     "deepzero/runtime/zero": (5618, 4550),
@@ -39,12 +39,12 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/models": (545, 540),
     "deepzero/data": (485, 400),
     "deepzero/training": (978, 380),
-    "deepzero/compat": (3024, 1200),
-    "deepzero": (34_397, 23_500),
+    "deepzero/compat": (3025, 1200),
+    "deepzero": (34_403, 23_500),
     "tools": (5148, 2700),
     "tools/book": (1153, 1000),
     "examples": (762, 700),
-    "tests": (29_242, 17_000),
+    "tests": (29_251, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

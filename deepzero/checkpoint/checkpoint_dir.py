@@ -20,11 +20,13 @@ import socket
 from pathlib import Path
 
 from deepzero.checkpoint.errors import CheckpointError, NoCheckpoint
-from deepzero.checkpoint.manifest import COMMIT, LATEST, MANIFEST, Manifest, check_sound
+from deepzero.checkpoint.manifest import COMMIT, LATEST, MANIFEST, Manifest, check_sound, listed
 from deepzero.durable import flush_folder, write_whole
 from deepzero.utils.formatting import short_bytes
 
 LOCK = ".lock"
+SCRIPT = "zero_to_fp32.py"
+"""Beside the checkpoints, perhaps before the first one is complete; see ``deepzero/compat/zero_to_fp32.py``."""
 SAVING, REPLACED, DELETING = ".saving-", ".replaced-", ".deleting-"
 MAX_TAG_BYTES = 200
 """Folders that are not complete yet have the tag in their names, and a little more; 255 bytes is what systems allow."""
@@ -81,11 +83,12 @@ def find(load_dir: str | Path, tag: str | None) -> Path:
         tag: which one; None: the one that ``latest`` names.
 
     Raises:
-        CheckpointError: there is none, or it is not complete; :class:`NoCheckpoint`, where no save was ever completed.
+        CheckpointError: there is none, or it is not complete; :class:`NoCheckpoint`, where a run begins: no folder,
+            or one that holds nothing but what an interrupted first save leaves.
     """
     folder, named = Path(load_dir).expanduser(), ""
     if not folder.is_dir():
-        kind = CheckpointError if tag is not None or folder.exists() else NoCheckpoint
+        kind = CheckpointError if tag is not None or os.path.lexists(folder) else NoCheckpoint
         raise kind(f"{folder} is not a folder; give the folder that checkpoints were saved to")
     if (folder / RUN_CHECKPOINTS / LATEST).is_file() and not (folder / LATEST).exists() and not is_complete(folder):
         folder /= RUN_CHECKPOINTS
@@ -123,7 +126,15 @@ def _no_latest(folder: Path) -> CheckpointError:
     if known := complete_tags(folder):
         there = f"there are {', '.join(known)}"
         return CheckpointError(f"{folder / LATEST} is missing; name the checkpoint with tag=: {there}")
-    if any(folder.glob(f"{SAVING}*")):
+    names = sorted(path.name for path in folder.iterdir())
+    # No name of a checkpoint begins with a dot, but that of one that was being replaced.
+    if held := [name for name in names if name != SCRIPT and (name[0] != "." or name.startswith(REPLACED))]:
+        return CheckpointError(
+            f"{folder} holds no checkpoint that is complete, and {LATEST} is missing; it holds {listed(held)}: give "
+            "the folder that checkpoints were saved to, and with tag= the one that is meant; where nothing was saved "
+            "yet, do not load"
+        )
+    if any(name.startswith(SAVING) for name in names):
         return NoCheckpoint(f"{folder} holds no complete checkpoint: its only save was interrupted")
     return NoCheckpoint(f"{folder} holds no checkpoint ({LATEST} is missing)")
 

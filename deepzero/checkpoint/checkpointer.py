@@ -186,6 +186,8 @@ class Checkpointer:
             with naming_another(folder, tag):
                 reader = open_checkpoint(folder, tag, holdings, module_only, self.formats)
         except NoCheckpoint as error:
+            if module_only:  # who wants weights has them somewhere: no run begins so
+                raise
             if self.engine.comm.rank == 0:
                 log.warning("%s; nothing was loaded, and the run begins", error)
             return None, None

@@ -105,11 +105,17 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         "$array": lambda name: tensors[name].reshape(value["shape"]).numpy(),
         "$tuple": lambda items: tuple(decode(items, tensors)),
         "$set": lambda items: set(decode(items, tensors)),
-        "$namespace": lambda named: Namespace(**decode(named, tensors)),
+        "$namespace": lambda named: _namespace(decode(named, tensors)),
         "$counter": lambda counts: Counter(decode(counts, tensors)),
         "$dict": lambda pairs: dict(decode(pairs, tensors)),
     }
     return makers[kind](value[kind])
+
+
+def _namespace(named: dict[str, Any]) -> Namespace:
+    made = Namespace()
+    vars(made).update(named)  # an attribute may be called ``self``, which its constructor does not take
+    return made
 
 
 def tensor_names(value: Any) -> dict[str, list[int]]:

@@ -51,12 +51,22 @@ def install() -> None:
     finder = StandInFinder()
     sys.meta_path.insert(0, finder)
     folder = str(STAND_IN)
-    kept = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place not in ("", folder)]
+    # Beside other entries an empty one means the current folder; an empty PYTHONPATH means nothing.
+    given = os.environ.get("PYTHONPATH")
+    kept = [place for place in given.split(os.pathsep) if place != folder] if given else []
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, *kept])
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
-        os.environ.setdefault("DEEPZERO_DEVICE", "cpu")
+    obey_ds_accelerator()
     sys.path[:] = [folder, *(place for place in sys.path if place != folder)]
     sys.modules["deepspeed"] = module_from_spec(finder.spec("deepspeed"))
+
+
+def obey_ds_accelerator() -> None:
+    """Let ``DS_ACCELERATOR=cpu`` mean ``DEEPZERO_DEVICE=cpu``, which all of deepzero reads, unless that is set."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu" and not os.environ.get("DEEPZERO_DEVICE"):
+        os.environ["DEEPZERO_DEVICE"] = "cpu"
+
+
+obey_ds_accelerator()  # also where a script that says ``import deepzero`` never asks for the accelerator
 
 
 class StandInModule(types.ModuleType):

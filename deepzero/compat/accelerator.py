@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from deepzero.comm import process_group
+from deepzero.compat import obey_ds_accelerator
 from deepzero.config.strict import ConfigError
 from deepzero.offload.pinned_arena import available_host_bytes
 from deepzero.runtime.consistency import check_precision
@@ -137,15 +139,21 @@ def _anywhere(kind: str, its: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The device of this process: ``DS_ACCELERATOR``, else CUDA where a GPU can be used, else the CPU.
+    """The kind of device that engines of this process compute on: ``process_group.default_device``'s.
 
     Raises:
-        ConfigError: ``DS_ACCELERATOR`` names one that deepzero does not compute on.
+        ConfigError: ``DS_ACCELERATOR`` names another kind than that, or ``default_device``.
     """
-    cuda = torch.cuda.is_available() and os.environ.get("DEEPZERO_DEVICE") != "cpu"
-    kind = os.environ.get("DS_ACCELERATOR") or ("cuda" if cuda else "cpu")
-    if kind not in ("cpu", "cuda"):
-        raise ConfigError(f"DS_ACCELERATOR={kind}: deepzero computes on cuda and cpu; set it to one, or unset it")
+    obey_ds_accelerator()
+    named = os.environ.get("DS_ACCELERATOR")
+    if named not in (None, "", "cpu", "cuda"):
+        raise ConfigError(f"DS_ACCELERATOR={named}: deepzero computes on cuda and cpu; set it to one, or unset it")
+    kind = process_group.default_device().type
+    if named and named != kind:
+        raise ConfigError(
+            f"DS_ACCELERATOR={named}, but this process computes on {kind}: torch finds "
+            f"{torch.cuda.device_count()} GPUs, DEEPZERO_DEVICE={os.environ.get('DEEPZERO_DEVICE', '')}; unset one"
+        )
     its = _on_cuda() if kind == "cuda" else _on_cpu()
     return DeepSpeedAccelerator(**its, **_anywhere(kind, its))
 

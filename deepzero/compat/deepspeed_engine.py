@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
@@ -28,13 +29,17 @@ from deepzero.compat import deepspeed_checkpoint, zero_to_fp32
 from deepzero.compat import parameters as _parameters  # noqa: F401  stage 3's get DeepSpeed's verbs
 from deepzero.compat.engine_getters import EngineGetters
 from deepzero.compat.lr_schedules import name_scheduler
-from deepzero.compat.optimizer_names import NoOptimizer, dress, freeze, refuse_to_train, undress
+from deepzero.compat.optimizer_names import NoOptimizer, dress, freeze, refuse_to_train, undress, unfreeze
 from deepzero.config.engine import EngineConfig, resolve_batch
+from deepzero.config.strict import ConfigError
 from deepzero.offload.activations import build_host_activations
 from deepzero.offload.offload_states import StateOffloader
 from deepzero.runtime.diagnostics import gather_report, params_sha256, used_bytes, whole_state_dict
 from deepzero.runtime.engine import StepRecord
 from deepzero.utils.errors import MisuseError
+
+ROUTES = ("train", "eval", "predict")
+"""What a loader of ``deepspeed_io`` is for."""
 
 
 class DeepSpeedEngine(EngineGetters):
@@ -53,18 +58,29 @@ class DeepSpeedEngine(EngineGetters):
         comm: Communicator | None = None,
     ) -> None:
         numel = sum(param.numel() for param in model.parameters())  # before stage 3 takes their elements away
-        frozen = freeze(model, optimizer)
-        super().__init__(model, optimizer, config, lr_scheduler, total_steps, comm)
-        self.model_numel, self.bytes_at_build, self._frozen_here = numel, used_bytes(self.device), frozen
+        # What is frozen here is so for as long as this engine lives, whether it is destroyed or forgotten.
+        self._unfreeze = weakref.finalize(self, unfreeze, freeze(model, optimizer))
+        self._unfreeze.atexit = False
+        try:
+            super().__init__(model, optimizer, config, lr_scheduler, total_steps, comm)
+            self.model_numel, self.bytes_at_build = numel, used_bytes(self.device)
+            self._add_parts()
+        except BaseException:
+            self._unfreeze()
+            raise
+
+    def _add_parts(self) -> None:
+        """What DeepSpeed's engine has and the core's has not."""
+        self.collate_fn: Callable[[list[Any]], Any] | None = None
         dress(self)
         name_scheduler(self.lr_scheduler)
-        if isinstance(optimizer, NoOptimizer):
+        if isinstance(self.optimizer, NoOptimizer):
             self.preconditions.append(refuse_to_train)
         self.checkpointer = Checkpointer(self, (deepspeed_checkpoint.read,))
         self.offloader = StateOffloader(self, self.checkpointer.wait)
-        if config.activation_checkpointing.cpu_checkpointing:
+        if self.config.activation_checkpointing.cpu_checkpointing:
             self.activations = build_host_activations(self)
-        if config.steps_per_print is not None and self.global_rank == 0:
+        if self.config.steps_per_print is not None and self.global_rank == 0:
             self.on_step.append(self._print_progress)
 
     def _print_progress(self, record: StepRecord) -> None:
@@ -180,7 +196,7 @@ class DeepSpeedEngine(EngineGetters):
 
         Returns:
             The checkpoint's path and the client state that was saved with it; twice None, with a warning, where
-            nothing has been saved yet: no folder, or an empty one.
+            nothing has been saved yet: no folder, or an empty one (but weights alone have to be there).
 
         Raises:
             CheckpointError: on every rank, with the file and what is wrong. It is of another model, is not complete, is
@@ -262,17 +278,34 @@ class DeepSpeedEngine(EngineGetters):
         data_sampler: Sampler[Any] | None = None, collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:  # fmt: skip
-        """A loader of this rank's micro-batches; an incomplete last one is dropped.
+        """A loader of this rank's micro-batches, as many on every rank.
 
-        The route ``train`` has an order that ``loader.sampler.set_epoch`` shuffles anew; others keep the dataset's. An
-        iterable dataset gives every rank what its own iterator gives. Batches are in locked memory on a GPU only.
+        The last one may be smaller, and the first samples come twice where the ranks do not divide their number; with
+        ``dataloader_drop_last`` both are dropped instead.
+
+        The route ``train`` has an order that ``loader.sampler.set_epoch`` shuffles anew; others keep the dataset's.
+        ``collate_fn`` is ``initialize``'s where none is given. Batches are in locked memory on a GPU only.
+
+        Raises:
+            ConfigError: a route that is none; an iterable dataset on several ranks.
         """
+        if route not in ROUTES:
+            raise ConfigError(f"deepspeed_io(route={route!r}): routes are {', '.join(ROUTES)}")
+        if data_sampler is None and isinstance(dataset, IterableDataset) and self.world_size > 1:
+            raise ConfigError(
+                f"an IterableDataset has no indices to share out: each of {self.world_size} ranks would train on the "
+                "same samples. Let its iterator give this rank's share (torch.distributed.get_rank()), and make a "
+                "torch DataLoader of it instead of training_data= or deepspeed_io"
+            )
+        collate_fn = collate_fn or self.collate_fn
+        drop_last = self.config.dataloader_drop_last
         if data_sampler is None and not isinstance(dataset, IterableDataset):
             ranks, shuffle = (self.world_size, self.global_rank), route == "train"
-            data_sampler = DistributedSampler(dataset, *ranks, shuffle=shuffle, drop_last=True)
+            data_sampler = DistributedSampler(dataset, *ranks, shuffle=shuffle, drop_last=drop_last)
         return DataLoader(
-            dataset, batch_size or self.batch.micro_batch, sampler=data_sampler, collate_fn=collate_fn, drop_last=True,
+            dataset, batch_size or self.batch.micro_batch, sampler=data_sampler, collate_fn=collate_fn,
             pin_memory=pin_memory and self.device.type == "cuda", num_workers=num_local_io_workers or 0,
+            drop_last=drop_last,
         )  # fmt: skip
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -304,17 +337,25 @@ class DeepSpeedEngine(EngineGetters):
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Say how many sequences a micro-batch has from now on, for the count of samples. On every rank."""
+        if micro_batch_size < 1:
+            raise ConfigError(f"set_train_micro_batch_size({micro_batch_size}): a micro-batch has at least 1 sequence")
         batch = self.batch
         samples = micro_batch_size * batch.accumulation * batch.world_size
         self.batch = dataclasses.replace(batch, micro_batch=micro_batch_size, global_batch=samples)
 
     # ---- when gradients are reduced ----------------------------------------------------------------------------------
 
-    def allreduce_gradients(self) -> None:
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduce this step's gradients now, and not in :meth:`step`. A collective, after the step's last backward pass.
 
         In stages 2 and 3 they are reduced as they come, and this waits for the last. A further pass is added to them.
+        ``bucket_size`` may be DeepSpeed's default, or the configuration's.
         """
+        if bucket_size not in (None, 500_000_000, self.config.zero.reduce_bucket_size):
+            raise ConfigError(
+                f"allreduce_gradients(bucket_size={bucket_size}): buckets are made by initialize; leave it out, and "
+                "set zero_optimization.reduce_bucket_size"
+            )
         self._check_pass("allreduce_gradients")
         if not self._is_reduction_boundary() or not self.zero.stage.gradients.present:
             raise MisuseError(
@@ -386,8 +427,7 @@ class DeepSpeedEngine(EngineGetters):
             super().destroy()
             self.checkpointer.close()
             undress(self.optimizer)
-            for param in self._frozen_here:
-                param.requires_grad_(True)
+            self._unfreeze()
 
     # ---- the whole run -----------------------------------------------------------------------------------------------
 

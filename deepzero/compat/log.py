@@ -27,15 +27,20 @@ warning_once = functools.cache(logger.warning)
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks; None, an empty list or -1: on all."""
-    if not ranks or -1 in ranks or process_group.rank() in ranks:
+    """Log on these ranks; with -1 among them on all. Without ranks on none, but where no group has been joined."""
+    if not process_group.is_initialized() or (ranks and (-1 in ranks or process_group.rank() in ranks)):
         logger.log(level, f"[Rank {process_group.rank()}] {message}")
 
 
-@functools.cache
-def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = logging.INFO) -> None:
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """:func:`log_dist`, and not again with these words."""
-    log_dist(message, ranks, level)
+    _log_dist_once(message, tuple(ranks or ()), level)
+
+
+_log_dist_once = functools.cache(log_dist)
+# As DeepSpeed has them on its logger, too.
+logger.warning_once = warning_once  # type: ignore[attr-defined]
+logger.log_dist_once = log_dist_once  # type: ignore[attr-defined]
 
 
 def set_log_level_from_string(level: str, custom_logger: logging.Logger | None = None) -> None:

@@ -208,12 +208,22 @@ def undress(optimizer: torch.optim.Optimizer) -> None:
         optimizer.__class__ = type(optimizer).__bases__[0]
 
 
-def freeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Without an optimizer let no parameter require a gradient, so that none gets one; return those that did."""
+def freeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[weakref.ref[nn.Parameter]]:
+    """Without an optimizer let no parameter require a gradient, so that none gets one; return those that did.
+
+    Weakly: hooks of parameters lead to their engine, which could not go while something held on to them.
+    """
     if not isinstance(optimizer, NoOptimizer):
         return []
     check_unclaimed({param: name for name, param in model.named_parameters()})
     trainable = [param for param in model.parameters() if param.requires_grad]
     for param in trainable:
         param.requires_grad_(False)
-    return trainable
+    return [weakref.ref(param) for param in trainable]
+
+
+def unfreeze(frozen: list[weakref.ref[nn.Parameter]]) -> None:
+    """The inverse of :func:`freeze`."""
+    for reference in frozen:
+        if (param := reference()) is not None:
+            param.requires_grad_(True)

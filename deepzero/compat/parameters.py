@@ -63,8 +63,16 @@ class Gathered:
         """Return at once."""
 
 
-def all_gather(param: ZeroParameter, param_list: Iterable[nn.Parameter] | None = None) -> Gathered:
-    """Gather these parameters (None: this one), outside of passes, until :func:`partition`. A collective."""
+def all_gather(
+    param: ZeroParameter,
+    param_list: Iterable[nn.Parameter] | None = None,
+    async_op: bool = False,
+    hierarchy: int = 0,
+) -> Gathered:
+    """Gather these parameters (None: this one), outside of passes, until :func:`partition`. A collective.
+
+    It is over when it returns, with ``async_op`` too; ``hierarchy`` indents DeepSpeed's log.
+    """
     for one in [param] if param_list is None else param_list:
         if isinstance(one, ZeroParameter) and one._zero.gathered is None:
             one._zero.gathered = GatheredParameters(one)
@@ -72,10 +80,31 @@ def all_gather(param: ZeroParameter, param_list: Iterable[nn.Parameter] | None =
     return Gathered()
 
 
+def all_gather_coalesced(
+    param: ZeroParameter, params: Iterable[nn.Parameter], safe_mode: bool = False, quantize: bool = False
+) -> Gathered:
+    """:func:`all_gather` of several; ``safe_mode`` asks for checks that every gather makes."""
+    if quantize:
+        raise NotImplementedError(
+            "param.all_gather_coalesced(quantize=True): gathers outside of passes give the very values; leave it out, "
+            "and set zero_quantized_weights in initialize's configuration for those of the passes"
+        )
+    return all_gather(param, params)
+
+
 def partition(
-    param: ZeroParameter, param_list: Iterable[nn.Parameter] | None = None, has_been_updated: bool = False
+    param: ZeroParameter,
+    param_list: Iterable[nn.Parameter] | None = None,
+    hierarchy: int = 0,
+    has_been_updated: bool = False,
+    free_data: bool = True,
 ) -> None:
     """End :func:`all_gather`. A write is taken over with ``has_been_updated``, from rank 0; else it raises."""
+    if not free_data:
+        raise NotImplementedError(
+            "param.partition(free_data=False): a partitioned parameter keeps no whole value here; leave it out, and "
+            "call partition when the value has been used"
+        )
     for one in [param] if param_list is None else param_list:
         if isinstance(one, ZeroParameter) and (context := one._zero.gathered) is not None:
             one._zero.gathered = None
@@ -111,8 +140,7 @@ def ds_zero_param_process_group(param: Any) -> Any:
 
 for _kind in (ZeroParameter, PersistentParameter):
     for _name, _verb in {
-        **{verb.__name__: verb for verb in (all_gather, partition, ds_summary)},
-        "all_gather_coalesced": all_gather,
+        **{verb.__name__: verb for verb in (all_gather, all_gather_coalesced, partition, ds_summary)},
         # DeepSpeed's count of the modules that keep a parameter gathered, which trl clears before it generates. Here
         # buckets are counted, and what is cleared is a set of the program's own.
         "ds_active_sub_modules": property(lambda param: set()),
@@ -248,16 +276,24 @@ class DeepSpeedInit(Init):
             remote_device = remote_device or load_zero_config(settings).offload_param.device
         super().__init__(module, remote_device, pin_memory, settings, enabled, dtype)
 
+    def __exit__(self, kind: Any, *error: object) -> None:
+        # Shut and not restored, it has been left already; from here on there is nothing to restore.
+        if self in self.shut:
+            self.shut.remove(self)
+        else:
+            super().__exit__(kind, *error)
+
 
 def shutdown_init_context() -> None:
-    """Let modules be constructed as without ``Init``, until :func:`restore_init_context`."""
+    """Let modules be constructed as without ``Init``, until :func:`restore_init_context` or the end of its ``with``."""
     while Init.entered:
-        DeepSpeedInit.shut.append(Init.entered[-1])
-        Init.entered[-1].__exit__(None)
+        context = Init.entered[-1]
+        context.__exit__(None)
+        DeepSpeedInit.shut.append(context)
 
 
 def restore_init_context() -> None:
-    """Enter again what :func:`shutdown_init_context` has left."""
+    """Enter again what :func:`shutdown_init_context` has left, where its ``with`` has not ended."""
     while DeepSpeedInit.shut:
         DeepSpeedInit.shut.pop().__enter__()
 

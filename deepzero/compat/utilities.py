@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from deepzero.comm import process_group
 from deepzero.compat.accelerator import get_accelerator
 from deepzero.compat.log import logger
+from deepzero.config.deepspeed_json import load_activation_config
 from deepzero.utils.formatting import binary_bytes
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -47,7 +48,8 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
     if torch.is_tensor(item):
         return item.to(device) if criterion_func is None or criterion_func(item) else item
     if isinstance(item, (list, tuple)):
-        return type(item)([move_to_device(one, device, criterion_func) for one in item])
+        moved = [move_to_device(one, device, criterion_func) for one in item]
+        return type(item)(*moved) if hasattr(item, "_fields") else type(item)(moved)  # a namedtuple takes each
     if isinstance(item, Mapping):
         return {key: move_to_device(one, device, criterion_func) for key, one in item.items()}
     return item
@@ -127,11 +129,16 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 def configure(mpu_: Any, deepspeed_config: Any = None, **switches: Any) -> None:
     """Nothing to do for what is off: what activations are to become is in ``initialize``'s configuration.
 
+    Of ``deepspeed_config`` the block ``activation_checkpointing`` is read, as ``initialize`` reads it.
+
     Raises:
-        NotImplementedError: a switch is on.
+        ConfigError: that block cannot be used.
+        NotImplementedError: a switch is on, here or there.
     """
+    if deepspeed_config is not None:
+        switches["cpu_checkpointing"] = load_activation_config(deepspeed_config).cpu_checkpointing
     if on := [name for name, value in {"mpu_": mpu_, **switches}.items() if value]:
         raise NotImplementedError(
             f"deepspeed.checkpointing.configure({on[0]}=…): set activation_checkpointing in initialize's "
-            "configuration, whose cpu_checkpointing deepzero has"
+            "configuration, whose cpu_checkpointing deepzero has, and leave it out here"
         )

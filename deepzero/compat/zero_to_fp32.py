@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -22,16 +23,16 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from deepzero.checkpoint.checkpoint_dir import is_complete
+from deepzero.checkpoint.checkpoint_dir import SCRIPT, is_complete
 from deepzero.checkpoint.errors import CheckpointError
-from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, PRECISIONS, export
+from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, INDEX_SUFFIX, MODEL_FILE, PRECISIONS, export
 from deepzero.checkpoint.manifest import BUFFER, listed
 from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, read_own
 from deepzero.compat import deepspeed_checkpoint
+from deepzero.durable import write_whole
 
 log = logging.getLogger(__name__)
 
-SCRIPT = "zero_to_fp32.py"
 _TEXT = '''#!/usr/bin/env python
 """fp32 weights of a checkpoint beside this file: python zero_to_fp32.py . OUTPUT_FOLDER; --help says more."""
 from deepzero.compat.zero_to_fp32 import main
@@ -39,6 +40,9 @@ from deepzero.compat.zero_to_fp32 import main
 if __name__ == "__main__":
     main()
 '''
+_PART = r"(-\d{5,}-of-\d{5,})?"
+_OF_A_MODEL = re.compile(rf"(pytorch_model{_PART}\.bin|model{_PART}\.safetensors)(\.index\.json)?")
+"""What :func:`convert_zero_checkpoint_to_state_dict` may have written, or Hugging Face's ``save_pretrained``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +63,7 @@ class LazyTensor:
 
 
 def _open(checkpoint_dir: str | Path, tag: str | None, trained_only: bool = False) -> CheckpointReader:
-    reader = deepspeed_checkpoint.read(Path(checkpoint_dir), tag) or read_own(checkpoint_dir, tag)
+    reader = deepspeed_checkpoint.read(Path(checkpoint_dir), tag, weights=True) or read_own(checkpoint_dir, tag)
     for file in reader.manifest.files if reader.checks_files else ():
         reader.check(file, ())
     infos = reader.manifest.parameters.items()
@@ -110,6 +114,13 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
+def _remove_older(out: Path, new: set[str]) -> None:
+    """Remove what is of another model that was in the folder: readers would open its files before the new ones."""
+    older = [path for path in out.iterdir() if _OF_A_MODEL.fullmatch(path.name) and path.name not in new]
+    for path in sorted(older, reverse=True):  # an index before its parts
+        path.unlink()
+
+
 def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
@@ -123,7 +134,7 @@ def convert_zero_checkpoint_to_state_dict(
 
     Args:
         checkpoint_dir: the folder that checkpoints were saved to.
-        output_dir: made if it is not there; a model that is there is replaced.
+        output_dir: made if it is not there; a model that is there is replaced, of whichever format it is.
         dtype: of floating tensors: torch's, or ``fp32``, ``bf16``, ``fp16``, ``float32`` …
         max_shard_size: a larger model is divided among several files and an index; None: never.
         safe_serialization: write safetensors.
@@ -139,7 +150,8 @@ def convert_zero_checkpoint_to_state_dict(
     )  # fmt: skip
     out = Path(output_dir)
     if safe_serialization:
-        write(out)
+        files = write(out).files
+        _remove_older(out, {*files, MODEL_FILE + INDEX_SUFFIX} if len(files) > 1 else {*files})
         return
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as hidden:
@@ -154,8 +166,10 @@ def convert_zero_checkpoint_to_state_dict(
         if len(written.files) > 1:
             index = {"metadata": {"total_size": written.bytes}, "weight_map": made}
             (source / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        for path in sorted(source.glob("pytorch_model*"), reverse=True):  # the file that is opened first comes last
+        new = sorted(source.glob("pytorch_model*"), reverse=True)  # the file that is opened first comes last
+        for path in new:
             path.replace(out / path.name)
+    _remove_older(out, {path.name for path in new})
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -179,11 +193,11 @@ def convert_to_universal(args: argparse.Namespace) -> None:
 
 
 def leave_script(folder: Path) -> None:
-    """Put the script beside the checkpoints, if there is none; a failure is a warning, as the checkpoint is whole."""
-    path = folder / SCRIPT
+    """Put the script beside the checkpoints, unless it is there; a failure is a warning, as the checkpoint is whole."""
+    path, text = folder / SCRIPT, _TEXT.encode()
     try:
-        if not path.exists():
-            path.write_text(_TEXT, encoding="utf-8")
+        if not path.is_file() or path.read_bytes() != text:  # DeepSpeed's own would not read what was saved here
+            write_whole(path, text)
             path.chmod(0o755)
     except OSError as error:
         log.warning("%s could not be written (%s); the checkpoint is not concerned", path, error.strerror)

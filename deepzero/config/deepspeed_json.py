@@ -32,7 +32,7 @@ from deepzero.config.engine import (
     PrecisionConfig,
     SchedulerConfig,
 )
-from deepzero.config.strict import ConfigError, build, convert, require, unknown_key
+from deepzero.config.strict import ConfigError, build, convert, unknown_key
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 
 _SCALARS = (
@@ -41,7 +41,7 @@ _SCALARS = (
 )  # fmt: skip
 _IMPLEMENTED = (
     *_SCALARS, "activation_checkpointing", "checkpoint", "zero_optimization", "fp16", "bf16", "comm",
-    "optimizer", "scheduler", "data_types", "communication_data_type",
+    "optimizer", "scheduler", "data_types", "communication_data_type", "dataloader_drop_last",
 )  # fmt: skip
 _DTYPE_NAMES = {
     **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
@@ -76,6 +76,17 @@ def load_zero_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLik
         3
     """
     return config.zero if isinstance(config, EngineConfig) else _in_json_words(_read_zero, read_mapping(config))
+
+
+def load_activation_config(
+    config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str],
+) -> ActivationCheckpointingConfig:
+    """``activation_checkpointing`` alone, for ``checkpointing.configure``."""
+    if isinstance(config, EngineConfig):
+        return config.activation_checkpointing
+    key = "activation_checkpointing"
+    block = {name: value for name, value in read_mapping(config).items() if name == key}
+    return load_engine_config(block).activation_checkpointing
 
 
 def read_mapping(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Mapping[str, Any]:
@@ -161,13 +172,15 @@ def _read(mapping: Mapping[str, Any]) -> EngineConfig:
             raise ConfigError(f'{key}="auto" is for a trainer to fill in; write a number')
     if given.get("steps_per_print") == math.inf:
         del given["steps_per_print"]  # as accelerate writes never
-    settings: dict[str, Any] = {key: given[key] for key in _SCALARS if given.get(key) is not None}
+    settings: dict[str, Any] = {
+        key: given[key] for key in (*_SCALARS, "dataloader_drop_last") if given.get(key) is not None
+    }
     settings["zero"], settings["precision"] = zero, _precision(given)
     activations = _activation_checkpointing(given)
     settings["activation_checkpointing"] = build(ActivationCheckpointingConfig, activations, "activation_checkpointing")
     settings["comm"] = build(CommConfig, _block(given, "comm"), "comm")
     for name, kind in (("optimizer", OptimizerConfig), ("scheduler", SchedulerConfig)):
-        if given.get(name):
+        if given.get(name) not in (None, {}):
             settings[name] = kind(*_typed(given, name))
     known = [name.removeprefix("checkpoint.") for name in keys.SATISFIED if name.startswith("checkpoint.")]
     for key in _block(given, "checkpoint"):
@@ -225,24 +238,58 @@ def _settled(block: Mapping[str, Any], where: str) -> dict[str, Any]:
         one_machine = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
         if path == "checkpoint.use_node_local_storage" and value is True and one_machine:
             continue  # its disk is the folder that all ranks see
-        moot = path in keys.MOOT or (not where and key in keys.DOTTED)
-        if moot or (value is None and path in {**keys.SATISFIED, **keys.STEERING}):
+        dotted = not where and key in keys.DOTTED
+        if value is None and (dotted or path in {**keys.SATISFIED, **keys.STEERING, **keys.MOOT}):
             continue
-        if path in keys.SATISFIED:
+        if dotted or path in keys.MOOT:
+            _check_moot(path, value, dotted)
+        elif path in keys.SATISFIED:
             values, why = keys.SATISFIED[path]
-            allowed = " or ".join(map(json.dumps, values))
-            require(value in values, path, value, f"is not implemented; {allowed} is: {why}")
+            if value not in values:
+                allowed = " or ".join(map(json.dumps, values))
+                raise ConfigError(f"{path}={value!r} is not implemented: leave it at {allowed} ({why})")
         elif path in keys.STEERING:
             default, why = keys.STEERING[path]
             if convert(type(default), value, path) != default:
                 _say(f"{path}={value!r} changes nothing in deepzero: {why}")
         elif path in keys.SWITCHED_OFF:
-            switch = keys.SWITCH.get(path, "enabled")
-            if value is not None and value is not False and not (isinstance(value, Mapping) and not value.get(switch)):
-                raise _not_implemented(path, f'leave it out, or set "{switch}": false')
+            _check_off(path, value)
+        elif path in keys.BY_PRESENCE:
+            if value is not None and not any(value is off for off in keys.BY_PRESENCE[path]):
+                kept[key] = value
         elif path not in keys.NOT_IMPLEMENTED or _asks(value):
             kept[key] = value
     return kept
+
+
+def _check_moot(path: str, value: Any, dotted: bool) -> None:
+    """Say that a key changes nothing, once its value is of the right kind and asks for nothing."""
+    if dotted:
+        convert(float, value, path)
+        block, _, name = path.partition(".")
+        _say(f'{path!r}, one key with a dot, changes nothing; write "{block}": {{"{name}": …}} where it is meant')
+        return
+    kind, what = keys.MOOT[path]
+    given = convert(kind, value, path)
+    stages = given.get("stages") if path == "pipeline" else None
+    if stages not in (None, "auto") and convert(int, stages, "pipeline.stages") > 1:
+        raise ConfigError(
+            f"pipeline.stages={stages!r} is not implemented: leave it out, every rank has the whole model"
+        )
+    if given:
+        _say(f"{path} changes nothing in deepzero: it concerns {what} alone")
+
+
+def _check_off(path: str, value: Any) -> None:
+    """Refuse a block of what deepzero has not, unless its switch is off."""
+    if value is None or value is False:
+        return
+    switch, off = keys.SWITCH.get(path, ("enabled", (False,)))
+    if not isinstance(value, Mapping) or (value.get(switch) and value[switch] not in off):
+        raise _not_implemented(path, f'leave it out, or set "{switch}": {json.dumps(off[0])}')
+    for key in value:
+        if key not in keys.INSIDE.get(path, value):
+            raise ConfigError(f"unknown config key {f'{path}.{key}'!r}; DeepSpeed's are {', '.join(keys.INSIDE[path])}")
 
 
 def _asks(value: Any) -> bool:

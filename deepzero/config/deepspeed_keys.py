@@ -34,7 +34,7 @@ SATISFIED: _Rules = {
     "sequence_parallel_size": ((1,), "there is no sequence parallelism"),
     "checkpoint.load_universal": (_OFF_OR_ON, "every checkpoint can be loaded by any stage and number of ranks"),
     "checkpoint.tag_validation": (
-        ("Warn", "Fail", "Ignore", "WARN", "FAIL", "IGNORE", "warn", "fail", "ignore"),
+        ("WARN", "FAIL", "IGNORE", "Warn", "Fail", "Ignore", "warn", "fail", "ignore"),
         "ranks that give different tags always raise",
     ),
     "checkpoint.use_node_local_storage": (_NO, "checkpoints lie in one folder that all ranks see"),
@@ -68,7 +68,6 @@ _IN_MODEL = "what is computed again is the model's choice, by torch.utils.checkp
 STEERING: dict[str, tuple[bool | int | float, str]] = {
     "prescale_gradients": (False, "the mean is the same: gradients are divided once, at the end"),
     "gradient_predivide_factor": (1.0, "the mean is the same: gradients are divided once, at the end"),
-    "dataloader_drop_last": (True, "the loader drops an incomplete last batch"),
     "wall_clock_breakdown": (False, "nothing is printed; in torch.profiler the phases of a step have names"),
     "memory_breakdown": (False, "nothing is printed; engine.report() has the ledger"),
     "dump_state": (False, "nothing is printed"),
@@ -89,16 +88,16 @@ NVME_ALONE = (
 )  # fmt: skip
 """Keys of the offload blocks that DeepSpeed reads for NVMe alone: beside ``"device": "cpu"`` they say nothing."""
 
-MOOT = {
-    "aio": "NVMe",
-    "pipeline": "a PipelineModule",
-    "seq_parallel_communication_data_type": "sequence parallelism",
-    "use_data_before_expert_parallelism": "parallel experts",
-    "vocabulary_size": "a warning of DeepSpeed's",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "NVMe",
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "super_offload",
+MOOT: dict[str, tuple[type, str]] = {
+    "aio": (dict, "NVMe"),
+    "pipeline": (dict, "a PipelineModule"),
+    "seq_parallel_communication_data_type": (str, "sequence parallelism"),
+    "use_data_before_expert_parallelism": (bool, "parallel experts"),
+    "vocabulary_size": (int, "a warning of DeepSpeed's"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": (bool, "NVMe"),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": (float, "super_offload"),
 }
-"""Keys that concern something alone which deepzero has not, so that they say nothing."""
+"""Keys that concern something alone which deepzero has not, so that they say nothing: the kind of value, and what."""
 
 DOTTED = tuple(
     f"zero_optimization.{size}"
@@ -113,8 +112,25 @@ SWITCHED_OFF = (
     "tensorboard", "torch_autocast", "wandb", "compile", "tensor_parallel",
 )  # fmt: skip
 """Blocks of DeepSpeed's that ask for nothing while their switch is false or absent, whatever else stands in them."""
-SWITCH = {"compile": "deepcompile", "tensor_parallel": "autotp_size"}
-"""The switch's name where it is not ``enabled``."""
+SWITCH: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "compile": ("deepcompile", (False,)),
+    "tensor_parallel": ("autotp_size", (0, 1)),
+}
+"""The switch's name where it is not ``enabled``, and what is off."""
+INSIDE = {
+    "compile": (
+        "deepcompile", "autoep_non_moe", "free_activation", "free_activation_threshold", "offload_activation",
+        "offload_activation_pin_memory", "offload_opt_states", "double_buffer", "symmetric_memory", "debug_log",
+        "offload_parameters", "sync_before_reduce", "sync_after_reduce", "sync_before_allgather",
+        "sync_after_allgather", "keep_int_input_tensors", "keep_all_input_tensors", "passes",
+    ),
+    "tensor_parallel": (
+        "dtype", "autotp_size", "tp_overlap_comm", "vocab_parallel_lm_head", "vocab_parallel_ce_backend",
+        "tensor_parallel", "tp", "injection_policy_tuple", "partition_config", "preset_model", "keep_module_on_host",
+        "replace_with_kernel_inject", "kernel_inject",
+    ),
+}  # fmt: skip
+"""All that may stand in these blocks: with their own switch, a word beside it would pass for one, as ``enabled``."""
 
 _ZERO_NOT_IMPLEMENTED = ("leaf_module", "offload_optimizer.super_offload", "zenflow", "zeropp_loco_param")
 NOT_IMPLEMENTED = (
@@ -125,6 +141,11 @@ NOT_IMPLEMENTED = (
     *(f"zero_optimization.{key}" for key in _ZERO_NOT_IMPLEMENTED),
 )  # fmt: skip
 """Keys that DeepSpeed has and deepzero has not, so that nobody looks for a spelling mistake in them."""
+BY_PRESENCE: dict[str, tuple[Any, ...]] = {
+    "zero_optimization.zenflow": (False,),
+    "zero_optimization.zeropp_loco_param": (),
+}
+"""Those that are switched on by any block, an empty one too, with the values beside null that ask for nothing."""
 
 INSTEAD = {
     "amp": "use bf16 or fp16",
@@ -134,7 +155,9 @@ INSTEAD = {
     "csv_monitor": "metrics.jsonl has what train.py measures",
     "elasticity": "a checkpoint can be loaded by any number of ranks",
     "zero_optimization.leaf_module": "call deepzero.zero.set_z3_leaf_modules before initialize",
-    "zero_optimization.zeropp_loco_param": "error feedback is zero_optimization.quantization.error_feedback, a bool",
+    "zero_optimization.zeropp_loco_param": (
+        "it is of older DeepSpeeds; error feedback is zero_optimization.quantization.error_feedback, a bool"
+    ),
 }
 """What deepzero has in their place."""
 

@@ -8,7 +8,7 @@ Source: [DeepSpeed], ``runtime/config.py``, ``runtime/zero/config.py``, ``runtim
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 from deepzero.config.strict import ConfigError, Section, require
@@ -86,7 +86,7 @@ class CommConfig(Section):
     def __post_init__(self) -> None:
         self.least(1, "ranks_per_node")
         for name in ("timeout_seconds", "save_timeout_seconds"):
-            self.need(0 < getattr(self, name) <= 1e9, name, "must be positive, and at most 1e9: thirty years")
+            self.need(0 < getattr(self, name) <= 1e9, name, "must be positive, and at most 1e9, thirty years")
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,8 @@ class EngineConfig(Section):
     """Wire dtype of gradients. None: the compute dtype."""
     steps_per_print: int | None = None
     """Print loss scale, learning rate and skipped steps on rank 0 every so many optimizer steps; None: never."""
+    dataloader_drop_last: bool = False
+    """Whether ``deepspeed_io``'s loaders drop an incomplete last batch."""
 
     def __post_init__(self) -> None:
         self.least(1, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -164,7 +166,7 @@ class EngineConfig(Section):
         self.least(1, "steps_per_print")
         zero, native = self.zero, self.comm.reduce == "native"
         rule = "the backend's own reduction cannot add quantised numbers; leave it out"
-        rule = f"does not go with zero.zero_quantized_gradients: {rule}"
+        rule = f"does not go with zero.zero_quantized_gradients, as {rule}"
         self.comm.need(not (zero.zero_quantized_gradients and native), "reduce", rule)
         few_bits = zero.quantization.weight_bits == 4 and self.precision.dtype == "fp32"
         rule = "is chosen for digits that 15 levels cannot carry; use 8, or bf16"
@@ -173,9 +175,21 @@ class EngineConfig(Section):
         zero.quantization.need(not (weights and few_bits), "weight_bits", rule)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A setting by its key in the JSON, a block as a mapping: Hugging Face's Trainer asks ``engine.config`` so."""
-        value = getattr(self, {"zero_optimization": "zero"}.get(key, key), default)
-        return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        """A setting by its key in the JSON, a block as a mapping: Hugging Face's Trainer asks ``engine.config`` so.
+
+        What is not set, or not kept, is the default.
+        """
+        if key in ("bf16", "fp16"):
+            scale = {} if key == "bf16" else asdict(self.precision)
+            scale.pop("dtype", None)
+            return {"enabled": self.precision.dtype == key, **scale}
+        name = "zero" if key == "zero_optimization" else key
+        value = getattr(self, name) if name in [f.name for f in fields(self)] else None
+        if isinstance(value, OptimizerConfig):
+            return {"type": value.target, "params": dict(value.params)}
+        if is_dataclass(value) and not isinstance(value, type):
+            return asdict(value)
+        return default if value is None else value
 
 
 @dataclass(frozen=True)

@@ -146,5 +146,5 @@ def _scalar(kind: Any, value: Any, path: str) -> Any:
         return number
     require(number == int(number), path, value, "must be an integer")
     whole = int(value) if isinstance(value, int) else int(number)
-    require(abs(whole) < 1 << 63, path, value, "is too large for any size or count: it must fit into 64 bits")
+    require(abs(whole) < 1 << 63, path, value, "is too large for any size or count; it must fit into 64 bits")
     return whole

@@ -94,9 +94,9 @@ class QuantizationConfig(Section):
     def __post_init__(self) -> None:
         for name in ("weight_bits", "gradient_bits"):
             self.need(getattr(self, name) in (4, 8), name, "must be 8 or 4")
-        rule = f"must be at most {MOST} elements: one scale for so many is no scale for most of them"
+        rule = f"must be at most {MOST} elements, as one scale for so many is no scale for most of them"
         self.need(self.block_size <= MOST, "block_size", rule)
-        rule = f"must be a multiple of {ALIGN} elements: every rank's part is one, and is cut into blocks"
+        rule = f"must be a multiple of {ALIGN} elements, as every rank's part is one, and is cut into blocks"
         self.need(self.block_size >= ALIGN and self.block_size % ALIGN == 0, "block_size", rule)
         for name in ("min_weight_snr_db", "min_gradient_snr_db"):
             value = getattr(self, name)
@@ -189,7 +189,7 @@ class ZeroConfig(Section):
         size, mics, quantization = self.zero_hpz_partition_size, self.mics_shard_size, self.quantization
         self.least(1, "zero_hpz_partition_size", of=" rank; 1 switches hpZ off")
         self.need(mics == -1 or mics >= 1, "mics_shard_size", "must be at least 1 rank, or -1 for off")
-        rule = f"does not go with zero.zero_hpz_partition_size={size}: with MiCS no gather leaves the group anyway"
+        rule = f"does not go with zero.zero_hpz_partition_size={size}, as with MiCS no gather leaves the group anyway"
         self.need(mics == -1 or size == 1, "mics_shard_size", rule)
         on_host = self.offload_param.device == "cpu" or self.offload_optimizer.delayed_update
         rule = "every step sends the new parameters to the other groups from the device"
@@ -221,7 +221,9 @@ class ZeroConfig(Section):
         if param.device == "none":
             return
         param.need(stage == 3, "device", f"parameters are partitioned in stage 3 alone, and zero.stage={stage}")
-        rule = "needs zero.offload_optimizer.device=cpu: masters on the device would take twice what this saves"
+        rule = "needs zero.offload_optimizer.device=cpu, as masters on the device would take twice what this saves"
         param.need(optimizer.device == "cpu", "device", rule)
-        rule = "does not go with zero.offload_optimizer.delayed_update: the step writes where the forward pass fetches"
+        rule = (
+            "does not go with zero.offload_optimizer.delayed_update, as the step writes where the forward pass fetches"
+        )
         param.need(not optimizer.delayed_update, "device", rule)

@@ -65,7 +65,7 @@ def initialize(
         distributed_port: where ranks meet, when they meet here and ``MASTER_PORT`` is not set.
         mpu: for model parallelism, which deepzero has not; only one that says so of every rank is taken.
         dist_init_required: False refuses to join a process group here.
-        collate_fn: for the loader.
+        collate_fn: for the loader, and for those that ``engine.deepspeed_io`` makes later.
         config: a DeepSpeed-style mapping, the path of a JSON file with one, or an :class:`EngineConfig`.
         mesh_param: for sequence parallelism, which deepzero has not.
         config_params: the older name of ``config``.
@@ -107,8 +107,9 @@ def initialize(
     trains = not isinstance(chosen, NoOptimizer)
     settings = settings if trains else dataclasses.replace(settings, scheduler=None)
     engine = DeepSpeedEngine(model, chosen, settings, lr_scheduler, total_steps)
+    engine.collate_fn = collate_fn
     if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+        engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, chosen if trains else None, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -160,6 +161,11 @@ def _agreed(
         check_parameters(model)
         chosen = _optimizer(model, optimizer, model_parameters, settings)
         check_elementwise(chosen)
+        if isinstance(lr_scheduler, LRScheduler) and isinstance(chosen, NoOptimizer):
+            raise ConfigError(
+                "lr_scheduler= was given, and nothing trains: neither initialize nor its config has an optimizer. Pass "
+                "optimizer=, or leave lr_scheduler= out"
+            )
         if isinstance(lr_scheduler, LRScheduler) and lr_scheduler.optimizer is not chosen:
             raise ConfigError(
                 "lr_scheduler= was built for another optimizer than the one that trains, whose rates it would never "

@@ -137,14 +137,15 @@ def load_start(
     path = process_group.broadcast_object(find_start(run.train.resume, run_dir, rank_process.restart_count() > 0))
     try:
         if path is not None:
-            saved = (engine.load_checkpoint(path)[1] or {}).get("data")
+            _, client_state = engine.load_checkpoint(path)
+            if client_state is None:  # for a folder that is not there, which is where a run begins
+                raise CheckpointError(f"{path} was there when the run looked for it, and is gone")
+            saved = client_state.get("data")
             sampler.go_on(engine.global_steps, engine.global_samples)
             if (now := data_of(run, sampler)) != saved and engine.global_rank == 0:
                 _tell(f"the checkpoint was trained on {saved}, this run goes on with {now}")
         elif run.train.init_from is not None:
-            found, _ = engine.load_checkpoint(run.train.init_from, load_module_only=True)
-            if found is None:
-                raise CheckpointError(f"train.init_from={run.train.init_from}: there is no checkpoint and no model")
+            engine.load_checkpoint(run.train.init_from, load_module_only=True)
     except CheckpointError as error:  # the message says it all, and another attempt would read the same files
         advice = f"; train.resume=null train.init_from={path} takes the weights alone" if path is not None else ""
         raise ConfigError(error.text + (way_out(error.beside) or advice)) from None

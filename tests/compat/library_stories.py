@@ -80,7 +80,7 @@ class Story:
             output_dir=self.folder, max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
             save_strategy="no", report_to=[], disable_tqdm=True, bf16=self.precision == "bf16",
             fp16=self.precision == "fp16", deepspeed=config or self.settings(),
-            accelerator_config={"use_configured_state": True},
+            accelerator_config={"use_configured_state": True}, use_cpu=True,
         )  # fmt: skip
         return (kind or TrainingArguments)(**{**given, **changed})
 

@@ -4,15 +4,13 @@ import json
 import sys
 from pathlib import Path
 
-import ray
-import ray.train
 import torch
-from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
 
 
 def loop(settings):
     """What a worker does. Ray starts workers with their own path, so deepzero is put in DeepSpeed's place here."""
+    import ray.train
+
     from deepzero.compat import install
 
     install()
@@ -37,6 +35,11 @@ def loop(settings):
 
 
 if __name__ == "__main__":
+    # Here: pytest looks for doctests in every file, also where there is no Ray.
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
     ray.init(num_cpus=3, include_dashboard=False)
     told = Path(sys.argv[2]) / "told.json"
     TorchTrainer(

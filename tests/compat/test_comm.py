@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections import namedtuple
 from datetime import timedelta
 from unittest import mock
 
@@ -12,7 +13,7 @@ import torch
 
 import deepzero
 from deepzero.comm import process_group
-from deepzero.compat import accelerator, comm, groups
+from deepzero.compat import accelerator, comm, groups, log, utilities
 from deepzero.config.strict import ConfigError
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DEEPZERO_LAUNCH_FOLDER")
@@ -104,6 +105,33 @@ def test_arguments_that_cannot_be_used(tmp_path, monkeypatch, settings, error, w
         deepzero.init_distributed(**settings)
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_who_logs(monkeypatch, joined):
+    """Without ranks nobody, once there are several to choose from; each text once."""
+    said = []
+    monkeypatch.setattr(log.logger, "log", lambda level, text: said.append(text))
+    monkeypatch.setattr(process_group, "is_initialized", lambda: joined)
+    monkeypatch.setattr(process_group, "rank", lambda: 0)
+    for ranks in (None, [], [1], [0], [-1]):
+        log.log_dist(f"{ranks}", ranks)
+        for once in (log.log_dist_once, log.logger.log_dist_once):
+            once(f"{ranks} once, {joined}", ranks)
+    texts = ["None", "[]", "[1]", "[0]", "[-1]"][3 if joined else 0 :]
+    assert said == [f"[Rank 0] {text}{ending}" for text in texts for ending in ("", f" once, {joined}")]
+    assert log.logger.warning_once is log.warning_once
+
+
+def test_utilities():
+    pair = namedtuple("pair", "a b")
+    moved = utilities.move_to_device([pair(torch.ones(1), {"c": (torch.ones(1), 2)})], "meta")
+    assert type(moved[0]) is pair and moved[0].a.is_meta and moved[0].b["c"][0].is_meta and moved[0].b["c"][1] == 2
+    block = {"partition_activations": True, "cpu_checkpointing": False}
+    utilities.configure(None, {"train_batch_size": "auto", "activation_checkpointing": block})
+    for wrong, error in (({"cpu_checkpointing": True}, NotImplementedError), ({"cpu_offload": True}, ConfigError)):
+        with pytest.raises(error, match=next(iter(wrong))):
+            utilities.configure(None, {"activation_checkpointing": {**block, **wrong}})
+
+
 def test_names_of_the_package():
     import deepzero.comm
 
@@ -134,6 +162,7 @@ def test_names_of_the_package():
 def test_accelerator(monkeypatch, kind):
     if kind == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
+    monkeypatch.setenv("DEEPZERO_DEVICE", "")
     monkeypatch.setenv("DS_ACCELERATOR", kind)
     device = accelerator.get_accelerator.__wrapped__()
     assert device.device_name() == kind == device.device().type and device.is_available()
@@ -153,6 +182,12 @@ def test_accelerator(monkeypatch, kind):
         device.range_push("part"), device.range_pop()
     with pytest.raises(AttributeError, match="no warp_drive"):
         device.warp_drive()
+    with mock.patch("torch.cuda.is_available", lambda: True), mock.patch("torch.cuda.device_count", lambda: 1):
+        assert accelerator.get_accelerator.__wrapped__().device_name() == process_group.default_device().type == kind
+    monkeypatch.setenv("DEEPZERO_DEVICE", "cpu")
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    with pytest.raises(ConfigError, match="DS_ACCELERATOR=cuda, but this process computes on cpu"):
+        accelerator.get_accelerator.__wrapped__()
     monkeypatch.setenv("DS_ACCELERATOR", "tpu")
     with pytest.raises(ConfigError, match="DS_ACCELERATOR=tpu"):
         accelerator.get_accelerator.__wrapped__()

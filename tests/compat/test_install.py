@@ -39,6 +39,20 @@ for module, homes in MODULES.items():
 """
 
 
+HERE_BESIDE = """
+import os
+from deepzero.compat import STAND_IN, install
+install()
+print(os.environ["PYTHONPATH"].removeprefix(str(STAND_IN)))
+"""
+
+
+def test_an_empty_entry_of_the_path_is_the_current_folder():
+    for given in (f"{ROOT}{os.pathsep}", f"{STAND_IN}{os.pathsep}{ROOT}{os.pathsep}"):
+        assert run("-c", HERE_BESIDE, PYTHONPATH=given).stdout.strip() == f"{os.pathsep}{ROOT}{os.pathsep}"
+    assert run("-c", HERE_BESIDE, PYTHONPATH="").stdout.strip() == ""
+
+
 def test_every_name_of_the_table_has_its_home():
     assert run("-c", EVERY_NAME).stderr == ""
 

@@ -23,7 +23,7 @@ def test_lightning(tmp_path, stage, precision):
     pytest.importorskip("lightning", reason="needs the extra libraries")
     told = libraries.tell(("lightning",), stage, precision, tmp_path)["lightning"]
     assert len(told["first"]) == 8 and told["first"] + told["second"] == told["whole"]
-    assert told["validated"] < told["first"][0]
+    assert 0 < told["validated"] < max(told["first"])
 
 
 def test_ray(tmp_path):

@@ -30,11 +30,15 @@ def test_verbs_on_a_parameter(rank, world):
     before = late.weight.ds_tensor.clone()
     for layer in (early, late):
         params = [layer.weight, layer.bias]
-        layer.weight.all_gather()
-        layer.weight.all_gather_coalesced(params).wait()
+        layer.weight.all_gather(async_op=True, hierarchy=1)
+        layer.weight.all_gather_coalesced(params, safe_mode=True).wait()
+        with pytest.raises(NotImplementedError, match="quantize=True"):
+            layer.weight.all_gather_coalesced(params, quantize=True)
+        with pytest.raises(NotImplementedError, match="keeps no whole value"):
+            layer.weight.partition(params, free_data=False)
         assert all(p.ds_status is ZeroParamStatus.AVAILABLE for p in params)
         assert torch.isfinite(layer.weight).all() and layer.weight.ds_summary()["status"] == "AVAILABLE"
-        layer.weight.partition(params)
+        layer.weight.partition(params, 1)
         assert layer.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
         layer.weight.all_gather()
         with torch.no_grad():
@@ -103,6 +107,11 @@ def test_an_engine_inside_init(rank, world):
         plain = nn.Linear(2, 2)
         zero.restore_init_context()
         assert type(plain.weight) is nn.Parameter and zero.is_zero_param(nn.Linear(2, 2).weight)
+    # Shut and not restored before they end: the program's own error comes through, and later ones are not affected.
+    with pytest.raises(KeyError, match="mine"), zero.Init(), zero.Init():
+        zero.shutdown_init_context()
+        raise KeyError("mine")
+    zero.restore_init_context()
     assert norms[0] == norms[1] > 0 and type(nn.Linear(2, 2).weight) is nn.Parameter
 
 
@@ -180,7 +189,8 @@ def test_leaves_by_name():
     assert zero.get_z3_leaf_modules(copy.deepcopy(model)) and zero.unset_z3_leaf_modules(model, [nn.ModuleList]) == [
         inner
     ]
-    assert not zero.get_z3_leaf_modules(model) and not utils.set_z3_leaf_modules(model, [nn.Conv2d], False)
+    assert not zero.get_z3_leaf_modules(model) and zero.unset_z3_leaf_modules(model, [nn.Linear]) == []
+    assert not utils.set_z3_leaf_modules(model, [nn.Conv2d], False)
     assert zero.set_z3_leaf_modules_by_name(model, ["1", "x"], raise_if_not_found=False) == ([inner], ["x"])
     assert zero.set_z3_leaf_modules_by_suffix(model, [".0"]) == ([inner[0]], [])
     assert zero.get_z3_leaf_modules(model) == [inner, inner[0]]

@@ -63,6 +63,9 @@ def zero(**block):
     ({"data_types": {"grad_accum_dtype": "torch.bfloat16"}}, {"data_types": {"grad_accum_dtype": "bf16"}}),
     ({"optimizer": {"type": "Adam", "legacy_fusion": False}}, {"optimizer": {"type": "Adam"}}),
     ({"optimizer": {}, "scheduler": None}, {}),
+    ({"optimizer": None, "scheduler": {}}, {}),
+    ({"tensor_parallel": {"autotp_size": 1}}, {}),
+    (zero(zenflow=False), {}),
     ({"communication_data_type": "bfp16"}, {"communication_data_type": "bf16"}),
     # What a stage does not have, DeepSpeed passes over.
     (zero(stage=3, reduce_scatter=False), zero(stage=3)),
@@ -87,7 +90,25 @@ def test_other_spellings_mean_the_same(given, plain):
     ({"fp32_allreduce": True}, '"communication_data_type": "fp32"'),
     ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "'torch_autocast' .* use bf16 or fp16"),
     ({"compile": {"deepcompile": True}}, '"deepcompile": false'),
-    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
+    ({"compile": {"enabled": True}}, "unknown config key 'compile.enabled'"),
+    ({"tensor_parallel": {"autotp_size": 2}}, '\'tensor_parallel\' .* "autotp_size": 0$'),
+    ({"tensor_parallel": {"tp_size": 2}}, "unknown config key 'tensor_parallel.tp_size'"),
+    ({"optimizer": False}, r"optimizer must be an object like .* got False"),
+    ({"optimizer": []}, r"optimizer must be an object like .* got \[\]"),
+    ({"scheduler": False}, r"scheduler must be an object like .* got False"),
+    ({"scheduler": []}, r"scheduler must be an object like .* got \[\]"),
+    (zero(stage=2, zenflow={}), "'zero_optimization.zenflow' is a DeepSpeed key"),
+    (zero(stage=2, zenflow={"overlap_step": False}), "'zero_optimization.zenflow' is a DeepSpeed key"),
+    (zero(stage=2, zenflow={"enabled": False}), "'zero_optimization.zenflow' is a DeepSpeed key"),
+    (zero(stage=2, zeropp_loco_param={}), "'zero_optimization.zeropp_loco_param' .* of older DeepSpeeds"),
+    (zero(stage=2, zeropp_loco_param=False), "'zero_optimization.zeropp_loco_param' .* of older DeepSpeeds"),
+    ({"aio": 5}, "aio=5 must be a mapping"),
+    ({"pipeline": True}, "pipeline=True must be a mapping"),
+    ({"pipeline": {"stages": 4}}, "pipeline.stages=4 is not implemented"),
+    ({"pipeline": {"stages": "two"}}, "pipeline.stages='two' must be an integer"),
+    ({"dataloader_drop_last": "auto"}, "dataloader_drop_last='auto' must be true or false"),
+    ({"bf16": {"bf16_optimizer_states": True}}, r"^bf16.bf16_optimizer_states=True is not implemented: leave it at "
+     r"false \(the optimizer's states are fp32\)$"),
     (zero(stage=3, leaf_module={"classes": ["Experts"]}), "set_z3_leaf_modules before initialize"),
     (zero(ignore_unused_parameters=False), "without gradient counts as zeros"),
     ({"checkpoint": {"tag_validation": "foo"}}, "tag_validation='foo'"),
@@ -120,6 +141,23 @@ def test_what_only_steers_deepspeed_is_said_once(key, said):
         read("something else")
 
 
+VALUE = {dict: {"any": 1}, str: "fp32", bool: True, int: 7, float: 0.5}
+
+
+@pytest.mark.parametrize(("key", "kind"), [(key, kind) for key, (kind, _) in MOOT.items()] + [
+    ((key,), float) for key in DOTTED  # as TRL writes them
+])  # fmt: skip
+def test_what_says_nothing_is_said_once_and_is_of_its_kind(key, kind, said):
+    def read(value):
+        return load_engine_config({key[0]: value} if isinstance(key, tuple) else nested(key, value))
+
+    name = key[0] if isinstance(key, tuple) else key
+    assert read(VALUE[kind]) == read(VALUE[kind]) == load_engine_config({})
+    assert [name in text and "changes nothing" in text for text in said.messages] == [True]
+    with pytest.raises(ConfigError, match=name):
+        read([5])
+
+
 def test_only_the_first_rank_says_it(said, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     load_engine_config(zero(contiguous_gradients=False))
@@ -128,9 +166,17 @@ def test_only_the_first_rank_says_it(said, monkeypatch):
 
 def test_a_setting_by_its_key():
     """As Trainer asks an engine's config."""
-    config = load_engine_config({**zero(stage=3), "gradient_clipping": 0.5})
-    assert config.get("zero_optimization", {}).get("stage") == 3 and config.get("gradient_clipping") == 0.5
-    assert config.get("tensor_parallel", {}) == {}
+    given = {"gradient_clipping": 0.5, "optimizer": {"type": "Adam", "params": {"lr": 1}}}
+    config = load_engine_config({**zero(stage=3), **given, "bf16": {"enabled": True}})
+    assert config.get("zero_optimization", {}).get("stage") == 3
+    assert {key: config.get(key) for key in given} == given
+    assert (config.get("bf16"), config.get("fp16")["enabled"]) == ({"enabled": True}, False)
+    for absent in ("tensor_parallel", "scheduler", "train_batch_size", "get", "least", "where"):
+        assert config.get(absent, {}) == {} and config.get(absent) is None
+    block = {"enabled": True, "auto_cast": True, "loss_scale": 8.0, "initial_scale_power": 3, "loss_scale_window": 2,
+             "hysteresis": 1, "consecutive_hysteresis": True, "min_loss_scale": 2.0}  # fmt: skip
+    config = load_engine_config({"fp16": block})
+    assert (config.get("fp16"), config.get("bf16")) == (block, {"enabled": False})
 
 
 def test_a_nodes_own_storage_is_the_shared_one_on_one_machine(monkeypatch):
@@ -148,8 +194,8 @@ def test_what_is_off_asks_for_nothing(said):
     """A config with a word on everything, all of it off, is the empty one."""
     given = {path: value for path in NOT_IMPLEMENTED if "." not in path for value in ({"enabled": False, "x": 1},)}
     given |= dict.fromkeys(SWITCHED_OFF, False)
-    given |= {name: {"any": 1} for name in MOOT if "." not in name}
-    given |= dict.fromkeys(DOTTED, 921.6)  # as TRL writes them
+    given |= dict.fromkeys([*DOTTED, *(name for name in MOOT if "." not in name)])
+    given |= {"aio": {}, "pipeline": {}, "use_data_before_expert_parallelism": False}
     given |= {
         "compression_training": {},
         "fp32_allreduce": False,
@@ -168,12 +214,11 @@ def test_what_is_off_asks_for_nothing(said):
             "leaf_module": {"classes": [], "names": []},
             "zenflow": None,
             "zeropp_loco_param": None,
-            "save_muon_momentum_buffer_in_memory": True,
+            "save_muon_momentum_buffer_in_memory": False,
             "offload_param": {},
             "offload_optimizer": {
                 "device": "none",
                 "super_offload": False,
-                "cpuadam_cores_perc": 0.8,
                 "fast_init": True,
             },
         },
@@ -268,7 +313,7 @@ def test_every_key_of_deepspeed_is_known():
                 keys.append(name.value if isinstance(name, ast.Constant) else names.get(getattr(name, "id", None)))
     assert len(keys) > 60
     for key in filter(None, keys):
-        if key in MOOT or key.rpartition(".")[2] in NVME_ALONE:
+        if key.rpartition(".")[2] in NVME_ALONE or MOOT.get(key, "")[:1] == (str,):
             continue
         with pytest.raises(ConfigError) as error:
             load_engine_config(nested(key, "no such value"))
@@ -280,4 +325,6 @@ def test_the_tables_agree():
     everything = [key for table in tables for key in table]
     assert len(everything) == len(set(everything))
     assert {*deepspeed_keys.INSTEAD} <= {*SWITCHED_OFF, *NOT_IMPLEMENTED}
-    assert {*deepspeed_keys.SWITCH} <= {*SWITCHED_OFF}
+    assert {*deepspeed_keys.SWITCH} == {*deepspeed_keys.INSIDE} <= {*SWITCHED_OFF}
+    assert all(name in deepspeed_keys.INSIDE[block] for block, (name, _) in deepspeed_keys.SWITCH.items())
+    assert {*deepspeed_keys.BY_PRESENCE} <= {*NOT_IMPLEMENTED}

@@ -39,13 +39,13 @@ def saved(ranks, tmp_path_factory):
 def refused(rank, world, expected):
     engine = engine_for(world, 2)
     before = engine.params_sha256()
-    for (folder, tag), part in expected.items():
+    for (folder, tag, *also), part in expected.items():
         if isinstance(part, tuple):  # a warning, as in DeepSpeed: a run begins
             with log_lines("deepzero.checkpoint.checkpointer") as lines:
                 assert engine.load_checkpoint(folder, tag) == (None, None), folder
             assert [part[0] in line for line in lines] == [True] * (rank == 0), (folder, lines)
             continue
-        message = said(engine.load_checkpoint, folder, tag)
+        message = said(engine.load_checkpoint, folder, tag, **dict.fromkeys(also, True))
         assert message is not None and part in message, (folder, tag, message)
     assert engine.params_sha256() == before
     steps(engine, rank, world, 1)
@@ -55,7 +55,17 @@ def refused(rank, world, expected):
 def test_folders_that_hold_no_such_checkpoint(ranks, saved, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "unfinished" / ".saving-0123456789ab-x").mkdir(parents=True)
+    for name in (".lock", "zero_to_fp32.py"):  # an asynchronous save leaves the script before it is done
+        (tmp_path / "unfinished" / name).touch()
+    for number, latest in enumerate((None, "../deepspeed0/global_step5", "")):
+        place = tmp_path / f"unnamed{number}"
+        (place / "t").mkdir(parents=True)
+        (place / "t" / "mp_rank_00_model_states.pt").touch()
+        if latest is not None:
+            (place / "latest").write_text(latest)
+            (place / "latest_universal").write_text("t")
     for number, name in enumerate(("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")):
         place = tmp_path / f"deepspeed{number}"
         (place / "global_step5").mkdir(parents=True)
@@ -63,6 +73,10 @@ def test_folders_that_hold_no_such_checkpoint(ranks, saved, tmp_path):
         (place / "global_step5" / name).touch()
     shutil.copytree(saved, tmp_path / "unnamed")
     (tmp_path / "unnamed" / "latest").unlink()
+    shutil.copytree(tmp_path / "unnamed", tmp_path / "lost")
+    for file in (tmp_path / "lost").glob("*/COMMIT"):
+        file.unlink()
+    shutil.copytree(tmp_path / "lost" / "first", tmp_path / "aside" / ".replaced-0123-first")
     shutil.copytree(saved, tmp_path / "newer")
     file = tmp_path / "newer" / "second" / "manifest.json"
     content = json.loads(file.read_text())
@@ -72,12 +86,21 @@ def test_folders_that_hold_no_such_checkpoint(ranks, saved, tmp_path):
     ranks.run(refused, {
         (tmp_path / "nowhere", None): (f"{tmp_path}/nowhere is not a folder; give the folder",),
         (tmp_path / "nowhere", "x"): f"{tmp_path}/nowhere is not a folder; give the folder",
+        (tmp_path / "nowhere", None, "load_module_only"): f"{tmp_path}/nowhere is not a folder; give the folder",
+        (tmp_path / "empty", None, "load_module_only"): f"{tmp_path}/empty holds no checkpoint",
         (tmp_path / "file", None): "is not a folder",
+        (tmp_path / "dangling", None): "is not a folder",
         (tmp_path / "empty", None): (f"{tmp_path}/empty holds no checkpoint (latest is missing)",),
         (tmp_path / "empty", "x"): "x does not exist; there is no complete checkpoint in this folder",
         (tmp_path / "unfinished", None): ("its only save was interrupted",),
         (saved, "third"): f"{saved}/third does not exist; there are: first, second",
         (tmp_path / "unnamed", None): "latest is missing; name the checkpoint with tag=: there are first, second",
+        (tmp_path, None): "latest is missing; it holds aside, dangling, deepspeed0",
+        (tmp_path / "lost", None): "latest is missing; it holds first, second: give the folder",
+        (tmp_path / "aside", None): "latest is missing; it holds .replaced-0123-first",
+        (tmp_path / "unnamed0", None): "latest is missing; it holds t: give the folder",
+        (tmp_path / "unnamed1", None): "latest is damaged: '../deepspeed0/global_step5' cannot be the name",
+        (tmp_path / "unnamed2", None): "latest is damaged: '' cannot be the name of a checkpoint",
         **dict.fromkeys(((saved, tag) for tag in ("", "../first", "x" * 300)), "cannot name a checkpoint"),
         (tmp_path / "deepspeed0", None): "mp_rank_00_model_states.pt is missing, truncated, or was not written by",
         (tmp_path / "deepspeed1", None): "global_step5 lacks model_states files",
@@ -217,8 +240,9 @@ def test_client_state(rank, world, tmp_path):
         "empty": torch.zeros(0, 2), "array": np.arange(4, dtype=np.int16).reshape(2, 2), "numpy flag": np.bool_(True),
         "numpy": np.float32(0.5), "bytes": b"\x00\xff", "set": {1, 2}, "$odd": {"$": 1}, "big": 2**80, "ü\ud800": "\n",
         "turned": torch.arange(6).reshape(2, 3).t(), (1, "a"): -0.0, "dtype": torch.float16, "nothing": {},
-        "arguments": Namespace(lr=0.1, layers=[1, 2]),
+        "arguments": Namespace(lr=0.1, layers=[1, 2]), "named self": Namespace(**{"$": 1}),
     }  # fmt: skip
+    vars(good["named self"])["self"] = 3
     engine.save_checkpoint(tmp_path, tag="good", client_state=good if rank == 0 else {"only": "rank 0's counts"})
     _, back = engine.load_checkpoint(tmp_path)
     engine.destroy()

@@ -22,6 +22,7 @@ from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.export import TensorPlan, divide, write_model
 from deepzero.checkpoint.verify import verify
 from deepzero.comm import process_group
+from deepzero.compat import zero_to_fp32
 from deepzero.monitor.metrics_file import MetricsFile, kept_metrics, write_summary
 from deepzero.training.resume import find_start
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
@@ -95,6 +96,8 @@ class Reader:
         return self._known[state]
 
     def _found(self, path, folder):
+        if (script := folder / zero_to_fp32.SCRIPT).exists():
+            assert script.read_text() == zero_to_fp32._TEXT, "the script is cut short"
         for tag in folders.complete_tags(folder):
             self._step(folder / tag)
         if not (folder / "latest").exists() and not folders.complete_tags(folder):

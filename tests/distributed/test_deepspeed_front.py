@@ -1,10 +1,12 @@
 """DeepSpeed's front door beyond training: engines without an optimizer, its names on engine and optimizer."""
 
 import copy
+import gc
 import inspect
 import pickle
 import tempfile
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -78,6 +80,16 @@ def test_without_an_optimizer(rank, world, stage):
     check_alike((evaluated.params_sha256(), evaluated.params_sha256() == trained.params_sha256()))
     evaluated.destroy()
     assert [name for name, p in other.named_parameters() if not p.requires_grad] == ["embed.weight"]  # which is tied
+    # A forgotten engine, and one that was never made, leave nothing frozen either.
+    forgotten, *_ = deepzero.initialize(model=model, config=settings)
+    assert not any(param.requires_grad for param in model.parameters())
+    del forgotten
+    gc.collect()
+    assert all(param.requires_grad for param in model.parameters())
+    broken = make_model()
+    with mock.patch("deepzero.compat.deepspeed_engine.dress", side_effect=KeyError("late")), pytest.raises(KeyError):
+        deepzero.initialize(model=broken, config=settings)
+    assert all(param.requires_grad for param in broken.parameters())
     training = start(make_model(seed=2), stage=stage)
     with pytest.raises(deepzero.ConfigError, match=r"another engine"):
         deepzero.initialize(model=training.module.blocks, config=settings)
@@ -178,7 +190,9 @@ def test_when_gradients_are_reduced(rank, world, stage):
             engine.step()
             engine.backward(engine(*second))
             if way == "by hand":
-                engine.allreduce_gradients()
+                with pytest.raises(deepzero.ConfigError, match="reduce_bucket_size"):
+                    engine.allreduce_gradients(bucket_size=5)
+                engine.allreduce_gradients(bucket_size=500_000_000)
         engine.step()
         bits.append((engine.global_steps, engine.params_sha256()))
         engine.destroy()
@@ -206,6 +220,9 @@ def test_another_number_of_micro_batches(rank, world):
         narrow.set_train_batch_size(4 * world)
     with pytest.raises(deepzero.ConfigError, match="train_batch_size"):
         narrow.set_train_batch_size(5)
+    for size in (0, -3):
+        with pytest.raises(deepzero.ConfigError, match="at least 1 sequence"):
+            narrow.set_train_micro_batch_size(size)
     narrow.set_train_micro_batch_size(7)
     assert narrow.get_batch_info() == (7 * world, 7, 1)
 
@@ -234,6 +251,7 @@ def test_arguments_of_initialize(rank, world):
         ({"mpu": object()}, "tensor or pipeline parallelism"),
         ({"mesh_param": (2, 1)}, "no sequence parallelism"),
         ({"lr_scheduler": schedule}, "built for another optimizer"),
+        ({"lr_scheduler": schedule, "optimizer": None, "config": without_optimizer()}, "nothing trains: neither"),
         ({"optimizer": "Adam"}, "must be a torch optimizer or a callable"),
         ({"model": None}, "initialize needs model="),
     ):

@@ -68,6 +68,12 @@ def test_what_others_ask(rank, world):
     settings = config(stage=2, precision="bf16", steps_per_print=7, gradient_accumulation_steps=3)
     engine, _, loader, _ = deepzero.initialize(model=make_model(), config=settings, training_data=Numbers())
     assert isinstance(engine, deepzero.DeepSpeedEngine) and engine.training_dataloader is loader
+    later, _, none, _ = deepzero.initialize(model=make_model(), config=settings, collate_fn=len)
+    assert none is None and set(later.deepspeed_io(Numbers())) == {2}
+    with pytest.raises(deepzero.ConfigError, match=r"route='trian'\): routes are train, eval, predict"):
+        later.deepspeed_io(Numbers(), route="trian")
+    with pytest.raises(deepzero.ConfigError, match="each of 2 ranks would train on the same samples"):
+        later.deepspeed_io(Stream())
     assert start(make_model(), optimizer=SGD).get_mom() == [0]
     assert start(make_model()).training_dataloader is None
     assert (engine.fp16_enabled(), engine.bfloat16_enabled(), engine.zero_optimization()) == (False, True, True)
@@ -320,6 +326,13 @@ class Numbers(torch.utils.data.Dataset):
         return torch.full((4,), float(i)), i
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """The same samples on every rank."""
+
+    def __iter__(self):
+        return iter(range(12))
+
+
 @on_ranks()
 def test_front_door(rank, world):
     model = nn.Linear(4, 1)
@@ -339,3 +352,22 @@ def test_front_door(rank, world):
     assert model.weight.dtype == torch.bfloat16 and engine.get_lr()[0] > 0
     everyone = process_group.all_gather_object(seen)
     assert sorted(index for mine in everyone for index in mine) == list(range(12))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks()
+def test_a_smaller_last_batch(rank, world, stage):
+    """As many batches on every rank, as DeepSpeed has; the step of a smaller one is like any other's."""
+    for drop_last, sizes in ((None, [4, 2]), (False, [4, 2]), (True, [4])):
+        settings = config(stage=stage, train_micro_batch_size_per_gpu=4, dataloader_drop_last=drop_last)
+        engine, _, loader, _ = deepzero.initialize(
+            model=nn.Linear(4, 1), config=settings, training_data=torch.utils.data.Subset(Numbers(), range(11))
+        )
+        seen = []
+        for x, index in loader:
+            seen.append(len(index))
+            engine.backward(engine(x).mean())
+            engine.step()
+            assert engine.was_step_applied()
+        assert seen == sizes and len(loader) == len(sizes) == engine.global_steps
+        check_alike(engine.params_sha256())

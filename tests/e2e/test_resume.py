@@ -50,7 +50,8 @@ def far_enough(run_dir, step):
 
 def checkpoints(run_dir):
     """Tags in a run folder, and what should not be there."""
-    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.is_dir())
+    beside = (".lock", "latest", "zero_to_fp32.py")
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name not in beside)
 
 
 def stop_with_sigterm(command_line, cwd):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deepzero.config.deepspeed_json import load_engine_config
-from deepzero.config.deepspeed_keys import SATISFIED, SWITCHED_OFF
+from deepzero.config.deepspeed_keys import INSIDE, SATISFIED, SWITCH, SWITCHED_OFF
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
 
@@ -98,7 +98,8 @@ def test_refused(given, message):
 
 
 def test_what_is_switched_off_is_accepted():
-    off = {name: {"enabled": False, "team": "x", "steps": [1]} for name in SWITCHED_OFF}
+    off = {name: {"enabled": False, "team": "x", "steps": [1]} for name in SWITCHED_OFF if name not in SWITCH}
+    off |= {name: {switch: value, INSIDE[name][1]: 1} for name, (switch, values) in SWITCH.items() for value in values}
     off |= {"tensorboard": {}, "wandb": None}
     off["activation_checkpointing"] = {"partition_activations": False, "number_checkpoints": None}
     # From Hugging Face's examples: whole parameters have nothing to gather.

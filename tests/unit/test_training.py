@@ -111,6 +111,11 @@ def test_a_run_goes_back_where_latest_cannot_be_read(tmp_path, monkeypatch):
     assert run_folder.load_start(run, tmp_path, engine, sampler, command) == 4
     assert (own / "latest").read_text() == f"{tag_of(4)}\n"
 
+    engine.load_checkpoint = lambda path: (None, None)
+    with pytest.raises(ConfigError, match="step_00000004 was there when the run looked for it, and is gone"):
+        run_folder.load_start(run, tmp_path, engine, sampler, command)
+    engine.load_checkpoint = lambda path: (path, {"data": data})
+
     def full(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 

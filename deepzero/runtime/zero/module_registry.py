@@ -41,11 +41,12 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The inverse of :func:`set_z3_leaf_modules`, before ``initialize``."""
+    """The inverse of :func:`set_z3_leaf_modules`, before ``initialize``; returns those that were leaves."""
+    leaves = [module for module in model.modules() if z3_leaf_module(module)]
     found = set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
     for module in found:
         del module.__dict__[LEAF]
-    return found
+    return [module for module in leaves if module in found]
 
 
 def z3_leaf_module(module: nn.Module) -> bool:
