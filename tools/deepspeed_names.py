@@ -48,7 +48,7 @@ def collect(modules: Mapping[str, str], calls: Mapping[str, str]) -> dict[str, A
     with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 1}):
         layer = importlib.import_module("torch").nn.Linear(8, 8)
     areas["parameter of stage 3"] = sorted(name for name in vars(layer.weight) if name[0] != "_")
-    areas["configuration"] = _keys(at("deepspeed.runtime.config.DeepSpeedConfig"))
+    areas["configuration"] = keys_of(at("deepspeed.runtime.config.DeepSpeedConfig"))
     return {"deepspeed": deepspeed.__version__, "areas": areas}
 
 
@@ -90,7 +90,7 @@ class _Seen(dict[str, Any]):
         return self
 
 
-def _keys(kind: Any) -> dict[str, Any]:
+def keys_of(kind: Any) -> dict[str, Any]:
     """Every key that ``DeepSpeedConfig`` asks for, by dotted path, with its default: at the top, and in each block."""
     top = _Seen({"train_batch_size": 1})
     kind(top)

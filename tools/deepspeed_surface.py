@@ -87,7 +87,7 @@ class Trial:
         if path in self.steering:
             return True, f"another value is accepted and changes nothing: {self.steering[path][1]}"
         moot = self.moot.get(path) or self.moot.get(path.partition(".")[0])
-        return True, f"accepted; without {moot} it says nothing" if moot else ""
+        return True, f"accepted; without {moot[1]} it says nothing" if moot else ""
 
     def _refusal(self, path: str, value: Any) -> str:
         told = ""

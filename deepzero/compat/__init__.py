@@ -33,12 +33,11 @@ def install() -> None:
     Raises:
         ImportError: DeepSpeed itself has been imported already; what has been taken from it cannot be taken back.
 
-    Example:
-        >>> from deepzero.compat import install
-        >>> install()
-        >>> import deepspeed
-        >>> deepspeed.zero.Init.__module__
-        'deepzero.runtime.zero.partition_parameters'
+    It stays for the rest of the process, so the example is none that a doctest runs::
+
+        from deepzero.compat import install
+        install()
+        import deepspeed  # deepspeed.zero.Init is deepzero's
     """
     present = sys.modules.get("deepspeed")
     if isinstance(present, StandInModule):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from deepzero.comm import collectives, flight_recorder, process_group
 from deepzero.comm.rendezvous import LOOPBACK, behind_closed_doors
 from deepzero.compat.names import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
+from deepzero.config.deepspeed_json import read_mapping
 from deepzero.utils.errors import ConfigError
 
 is_initialized = process_group.is_initialized
@@ -60,6 +62,9 @@ def init_distributed(
     config: Any = None,
     rank: int = -1,
     world_size: int = -1,
+    *,
+    backend: str | None = None,
+    timeout_seconds: float | None = None,
 ) -> None:
     """Join the process group, and use this rank's GPU. Where the caller has joined one, do the second alone.
 
@@ -72,16 +77,29 @@ def init_distributed(
         timeout: of every collective; the default is ten minutes, or ``DEEPSPEED_TIMEOUT`` minutes.
         init_method: ``env://``, which is the default, ``tcp://address:port`` or ``file://path``.
         dist_init_required: False refuses to join one here.
-        config: a configuration as a mapping, whose ``comms_logger`` has to be off.
+        config: a configuration as a mapping or its file's path, whose ``comms_logger`` has to be off.
         rank: of this process; wins over the environment's where it is not negative.
         world_size: how many ranks there are; in the same way.
+        backend: deepzero's word for ``dist_backend``.
+        timeout_seconds: the ``timeout`` as a number.
 
     Raises:
         ConfigError: an argument that cannot be used, or what the environment lacks.
         NotImplementedError: from :func:`configure`.
     """
+    for ours, theirs, both in (
+        ("backend", "dist_backend", None not in (backend, dist_backend)),
+        ("timeout_seconds", "timeout", timeout_seconds is not None and timeout is not default_pg_timeout),
+    ):
+        if both:
+            raise ConfigError(f"init_distributed was given {ours} and {theirs}, which are one thing: leave one out")
+    dist_backend = dist_backend or backend
+    timeout = timeout if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     if not isinstance(timeout, timedelta):
-        raise ConfigError(f"init_distributed(timeout={timeout!r}): give a datetime.timedelta")
+        raise ConfigError(f"init_distributed(timeout={timeout!r}): give a datetime.timedelta, or timeout_seconds=")
+    if type(auto_mpi_discovery) is not bool:
+        told = f"init_distributed(auto_mpi_discovery={auto_mpi_discovery!r})"  # type: ignore[unreachable]
+        raise ConfigError(f"{told}: give True or False; a time-out is timeout_seconds=")
     configure(config)
     if dist_init_required is False and not is_initialized():
         raise ConfigError("dist_init_required=False, but this process has joined no process group")
@@ -114,11 +132,14 @@ def _discover_mpi(port: int, verbose: bool) -> None:
 
 
 def configure(deepspeed_config: Any = None, enabled: bool | None = None, **details: Any) -> None:
-    """Nothing to configure: collectives are not logged.
+    """Nothing to configure: collectives are not logged. A ``str`` is a path, or a configuration in base64.
 
     Raises:
         NotImplementedError: they shall be.
+        ConfigError: the file cannot be read.
     """
+    if isinstance(deepspeed_config, str | os.PathLike):
+        deepspeed_config = read_mapping(deepspeed_config)
     block = deepspeed_config.get("comms_logger") if isinstance(deepspeed_config, Mapping) else None
     if enabled or (block or {}).get("enabled"):
         log_summary()
@@ -149,19 +170,29 @@ def get_world_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD
 
 
+def _outside(call: str, group: dist.ProcessGroup | None) -> bool:
+    """Whether this rank has no part in what ``group`` does; it is told, as by torch."""
+    outside = group is not None and is_initialized() and dist.get_rank(group) < 0
+    if outside:
+        warnings.warn(f"{call}: rank {dist.get_rank()} is not in this group and gets nothing", stacklevel=3)
+    return outside
+
+
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: dist.ProcessGroup | None = None) -> None:
-    """Fill ``object_list`` with every rank's ``obj``, which pickles, in rank order."""
-    object_list[:] = process_group.all_gather_object(obj, group)
+    """Fill ``object_list`` with every rank's ``obj``, which pickles, in rank order. Outside the group it stays."""
+    if not _outside("all_gather_object", group):
+        object_list[:] = process_group.all_gather_object(obj, group)
 
 
 def broadcast_object_list(
     object_list: list[Any], src: int = 0, group: dist.ProcessGroup | None = None, device: Any = None
 ) -> None:
     """Fill every rank's list with rank ``src``'s objects, which pickle. They travel on the backend's own ``device``."""
-    object_list[:] = process_group.broadcast_object(list(object_list), src, group)
+    if not _outside("broadcast_object_list", group):
+        object_list[:] = process_group.broadcast_object(list(object_list), src, group)
 
 
 def __getattr__(name: str) -> Any:

@@ -15,11 +15,13 @@ the runs that it holds, in any stage and among any number of ranks, as from a ch
     Names and shapes of what is trained, buffers and all that is not trained are in the ``model_states`` files.
 
 **No pickle is executed.** ``torch.load(weights_only=True)`` makes tensors, containers and numbers; DeepSpeed's few
-classes become an empty one, which keeps their attributes. Any other name in a pickle is refused.
+classes become an empty one, which keeps their attributes. Any other name in a pickle is refused; where weights are
+enough, what it names becomes an empty object that nobody looks at.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import zipfile
@@ -53,6 +55,8 @@ from deepzero.checkpoint.manifest import (
 )
 from deepzero.checkpoint.reader import CheckpointReader, Run, read_rows
 
+log = logging.getLogger(__name__)
+
 _FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_?(model|optim)_states\.pt")
 """A file's rank (none where one file serves all), its place in a model that is divided, and what it holds."""
 _CLASSES = (
@@ -79,6 +83,12 @@ class _Inert:
     def __init__(self, *_: Any) -> None: ...
 
 
+class _Foreign(_Inert):
+    """Stands for an object of the caller's, or for a function's result: for nothing."""
+
+    def __setstate__(self, _: Any) -> None: ...
+
+
 class TorchFileReader(CheckpointReader):
     """Reads rows out of ``.pt`` files, whose only sums are those of the archive: of each tensor as a whole."""
 
@@ -95,12 +105,13 @@ class TorchFileReader(CheckpointReader):
             raise CheckpointError(f"{self.path / file} is damaged: {bad} is not what was written")
 
 
-def read(load_dir: Path, tag: str | None, *_: Any) -> CheckpointReader | None:
+def read(load_dir: Path, tag: str | None, _: Any = None, weights: bool = False) -> CheckpointReader | None:
     """A reader of the checkpoint of DeepSpeed's that is meant; None: it is none.
 
     Args:
         load_dir: the folder that DeepSpeed saved to, or without a tag one checkpoint.
         tag: which one; None: that of ``latest``, or where there is none of ``latest_universal``.
+        weights: they are enough, so that client state and schedule may hold anything.
 
     Raises:
         CheckpointError: a file is missing or damaged, holds what is no plain data, or something of DeepSpeed's that
@@ -118,7 +129,7 @@ def read(load_dir: Path, tag: str | None, *_: Any) -> CheckpointReader | None:
     if path is None:
         return None
     try:
-        return TorchFileReader(path, _Checkpoint(path, files[path]).manifest(), checked=False)
+        return TorchFileReader(path, _Checkpoint(path, files[path], weights).manifest(), checked=False)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path} is not as DeepSpeed 0.9 to 0.19 writes checkpoints ({what})") from error
@@ -127,8 +138,8 @@ def read(load_dir: Path, tag: str | None, *_: Any) -> CheckpointReader | None:
 class _Checkpoint:
     """One checkpoint of DeepSpeed's: what its files say, and the rows that are found in them."""
 
-    def __init__(self, path: Path, found: list[str]) -> None:
-        self.path, self.rows = path, dict[str, list[Row]]()
+    def __init__(self, path: Path, found: list[str], weights: bool) -> None:
+        self.path, self.weights, self.rows = path, weights, dict[str, list[Row]]()
         models, optims = (self._by_rank(found, kind) for kind in ("model", "optim"))
         self.models = {file: self.load(file) for file in models}
         self.first, self.said = models[0], self.models[models[0]]
@@ -172,14 +183,19 @@ class _Checkpoint:
         if not zipfile.is_zipfile(path):
             raise CheckpointError(f"{path} is missing, truncated, or was not written by torch.save")
         try:
-            with FakeTensorMode(), torch.serialization.safe_globals([(_Inert, name) for name in _CLASSES]):
+            inert: list[Any] = [(_Inert, name) for name in _CLASSES]
+            if self.weights:  # what else there is stands for nothing, and nobody looks at it
+                unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - set(_CLASSES)
+                inert += [(_Foreign, name) for name in unsafe]
+            with FakeTensorMode(), torch.serialization.safe_globals(inert):
                 return torch.load(path, map_location="cpu", weights_only=True)
         except UnpicklingError as error:
             foreign = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - set(_CLASSES)
             what = listed(sorted(foreign)) or str(error).splitlines()[0]
+            alone = "" if self.weights else "load_module_only=True takes the weights alone. "
             raise CheckpointError(
-                f"{path} holds what is no plain data ({what}), and nothing in it is executed. If you trust it, allow "
-                "these with torch.serialization.add_safe_globals"
+                f"{path} holds what is no plain data ({what}), and nothing in it is executed. {alone}If you trust it, "
+                "allow these with torch.serialization.add_safe_globals"
             ) from None
         except (RuntimeError, OSError, EOFError) as error:
             raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
@@ -260,8 +276,8 @@ class _Checkpoint:
             dtype = self.row((BUFFER, name, self.first, module[name], 0, 0, module[name].numel()))
             buffers[name] = {"shape": list(module[name].shape), "dtype": dtype}
         tensors: dict[str, torch.Tensor] = {}
-        client = encode({key: value for key, value in self.said.items() if key not in _OWN}, "client_state", tensors)
-        schedule = self.said["lr_scheduler"]
+        client = encode(self._client_state(), "client_state", tensors)
+        schedule = None if self.weights else self.said["lr_scheduler"]
         if schedule is not None:
             schedule = {"class": "", "state": encode(schedule, "lr_scheduler", tensors)}
         for name, tensor in tensors.items():
@@ -280,6 +296,17 @@ class _Checkpoint:
         for place, problem in row_problems(manifest):
             raise CheckpointError(f"{self.path} is not whole ({place}): {problem}")
         return manifest
+
+    def _client_state(self) -> dict[str, Any]:
+        """What the caller has saved, as far as a checkpoint of ours could hold it; not for the sake of weights."""
+        kept = {}
+        for key in () if self.weights else [key for key in self.said if key not in _OWN]:
+            try:
+                encode({key: self.said[key]}, "client_state", {})
+                kept[key] = self.said[key]
+            except CheckpointError as error:
+                log.warning("%s: %s; it is left out, and everything else is read", self.path / self.first, error)
+        return kept
 
     def _parameters(self) -> dict[str, ParameterInfo]:
         found: dict[str, ParameterInfo] = {}

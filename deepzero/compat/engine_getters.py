@@ -225,6 +225,9 @@ class EngineGetters(Engine):
 
     def __getattr__(self, name: str) -> Any:
         """What the engine has not is the module's, as in DeepSpeed: ``engine.generate``."""
+        if isinstance(getattr(type(self), name, None), property):
+            # Python asks here after an AttributeError inside a property too: raise that one, and ask no module.
+            return object.__getattribute__(self, name)
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -54,6 +54,11 @@ class NamedScheduler(Scheduler):
         params = {**dict(zip(names, values, strict=False)), **named}
         vars(self).update(vars(build_scheduler(SchedulerConfig(kind, params), inner)))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled and copied by its kind, since no class is found under the name that those below have."""
+        kind, reduced = type(self), cast("tuple[Any, ...]", super().__reduce_ex__(max(protocol, 2)))
+        return (_empty, (kind.__name__,), *reduced[2:]) if kind is _CLASSES.get(kind.__name__) else reduced
+
     def get_mom(self) -> list[tuple[float, float]] | None:
         """OneCycle's betas at this place of the curve; None where it leaves them alone."""
         if not getattr(self.curve, "cycle_momentum", False):
@@ -88,6 +93,12 @@ _CLASSES = {
                                          "__doc__": CURVES[kind].__doc__})
     for kind in ARGUMENTS
 }  # fmt: skip
+
+
+def _empty(kind: str) -> Scheduler:
+    """One of this kind before its attributes come back."""
+    cls: Any = _CLASSES[kind]
+    return cls.__new__(cls)
 
 
 def name_scheduler(scheduler: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -79,6 +79,21 @@ def _averaged_gradients(engine: Engine) -> dict[int, list[torch.Tensor]]:
     return found
 
 
+def _inner(engine: Engine) -> torch.optim.Optimizer:
+    """The optimizer again, in its own class and over the same attributes.
+
+    It has no ``optimizer``, so that who unwraps for as long as there is one comes to an end.
+    """
+    held = vars(engine.optimizer)
+    if "_deepzero_inner" not in held:
+        inner: torch.optim.Optimizer = object.__new__(type(engine.optimizer).__bases__[0])
+        inner.__dict__ = held
+        held["_deepzero_inner"] = inner
+    return cast("torch.optim.Optimizer", held["_deepzero_inner"])
+
+
+_OURS = ("_deepzero_engine", "_deepzero_inner")
+"""What the optimizer's attributes have of these lines while it belongs to an engine."""
 READ: dict[str, Callable[[Engine], Any]] = {
     "overflow": lambda engine: engine.last_step is not None and engine.last_step.skipped,
     "loss_scale": lambda engine: engine.scaler.scale,
@@ -93,7 +108,7 @@ READ: dict[str, Callable[[Engine], Any]] = {
     "gradient_accumulation_dtype": lambda engine: engine.zero.dtypes.accumulation,
     "partition_count": lambda engine: engine.comm.world_size,
     "dp_process_group": lambda engine: world_group(),
-    "optimizer": lambda engine: engine.optimizer,
+    "optimizer": _inner,
     "averaged_gradients": _averaged_gradients,
 }
 """Attribute → what it reads, in every stage."""
@@ -161,18 +176,35 @@ def refuse_to_train(call: str) -> None:
         )
 
 
+def _as_its_own_class(optimizer: torch.optim.Optimizer, _protocol: Any) -> Any:
+    """How a dressed one is pickled and copied: as its own class has it, and without the engine."""
+    dressed = type(optimizer)
+    own: Any = dressed.__bases__[0]
+    # Protocol 0's way to make an object, in every protocol: the later ones insist on the class that the object has.
+    reduced = own.__reduce_ex__(optimizer, 0)
+    if isinstance(reduced, str):
+        return reduced
+    make, given, *rest = reduced
+    if rest and isinstance(rest[0], dict):
+        rest[0] = {name: value for name, value in rest[0].items() if name not in _OURS}
+    return make, tuple(own if one is dressed else one for one in given), *rest
+
+
 def dress(engine: Engine) -> None:
     """Give the engine's optimizer DeepSpeed's names; it answers to its own class's name as before."""
     stage, cls = engine.config.zero.stage, type(engine.optimizer)
     base = (ZeROOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)[stage]
-    like = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    like: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    # A class that is made here cannot be found by its name, which is what pickle does.
+    like["__reduce_ex__"] = _as_its_own_class
     engine.optimizer._deepzero_engine = weakref.ref(engine)  # type: ignore[attr-defined]
     engine.optimizer.__class__ = type(cls.__name__, (cls, base), like)
 
 
 def undress(optimizer: torch.optim.Optimizer) -> None:
     """Give the optimizer its own class back."""
-    if vars(optimizer).pop("_deepzero_engine", None) is not None:
+    held = vars(optimizer)
+    if [held.pop(name) for name in _OURS if name in held]:
         optimizer.__class__ = type(optimizer).__bases__[0]
 
 

@@ -63,7 +63,7 @@ class LazyTensor:
 
 
 def _open(checkpoint_dir: str | Path, tag: str | None, trained_only: bool = False) -> CheckpointReader:
-    reader = deepspeed_checkpoint.read(Path(checkpoint_dir), tag) or read_own(checkpoint_dir, tag)
+    reader = deepspeed_checkpoint.read(Path(checkpoint_dir), tag, weights=True) or read_own(checkpoint_dir, tag)
     for file in reader.manifest.files if reader.checks_files else ():
         reader.check(file, ())
     infos = reader.manifest.parameters.items()

@@ -238,10 +238,12 @@ def _settled(block: Mapping[str, Any], where: str) -> dict[str, Any]:
         one_machine = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
         if path == "checkpoint.use_node_local_storage" and value is True and one_machine:
             continue  # its disk is the folder that all ranks see
-        moot = path in keys.MOOT or (not where and key in keys.DOTTED)
-        if moot or (value is None and path in {**keys.SATISFIED, **keys.STEERING}):
+        dotted = not where and key in keys.DOTTED
+        if value is None and (dotted or path in {**keys.SATISFIED, **keys.STEERING, **keys.MOOT}):
             continue
-        if path in keys.SATISFIED:
+        if dotted or path in keys.MOOT:
+            _check_moot(path, value, dotted)
+        elif path in keys.SATISFIED:
             values, why = keys.SATISFIED[path]
             if value not in values:
                 allowed = " or ".join(map(json.dumps, values))
@@ -258,6 +260,24 @@ def _settled(block: Mapping[str, Any], where: str) -> dict[str, Any]:
         elif path not in keys.NOT_IMPLEMENTED or _asks(value):
             kept[key] = value
     return kept
+
+
+def _check_moot(path: str, value: Any, dotted: bool) -> None:
+    """Say that a key changes nothing, once its value is of the right kind and asks for nothing."""
+    if dotted:
+        convert(float, value, path)
+        block, _, name = path.partition(".")
+        _say(f'{path!r}, one key with a dot, changes nothing; write "{block}": {{"{name}": …}} where it is meant')
+        return
+    kind, what = keys.MOOT[path]
+    given = convert(kind, value, path)
+    stages = given.get("stages") if path == "pipeline" else None
+    if stages not in (None, "auto") and convert(int, stages, "pipeline.stages") > 1:
+        raise ConfigError(
+            f"pipeline.stages={stages!r} is not implemented: leave it out, every rank has the whole model"
+        )
+    if given:
+        _say(f"{path} changes nothing in deepzero: it concerns {what} alone")
 
 
 def _check_off(path: str, value: Any) -> None:

@@ -34,7 +34,7 @@ SATISFIED: _Rules = {
     "sequence_parallel_size": ((1,), "there is no sequence parallelism"),
     "checkpoint.load_universal": (_OFF_OR_ON, "every checkpoint can be loaded by any stage and number of ranks"),
     "checkpoint.tag_validation": (
-        ("Warn", "Fail", "Ignore", "WARN", "FAIL", "IGNORE", "warn", "fail", "ignore"),
+        ("WARN", "FAIL", "IGNORE", "Warn", "Fail", "Ignore", "warn", "fail", "ignore"),
         "ranks that give different tags always raise",
     ),
     "checkpoint.use_node_local_storage": (_NO, "checkpoints lie in one folder that all ranks see"),
@@ -88,16 +88,16 @@ NVME_ALONE = (
 )  # fmt: skip
 """Keys of the offload blocks that DeepSpeed reads for NVMe alone: beside ``"device": "cpu"`` they say nothing."""
 
-MOOT = {
-    "aio": "NVMe",
-    "pipeline": "a PipelineModule",
-    "seq_parallel_communication_data_type": "sequence parallelism",
-    "use_data_before_expert_parallelism": "parallel experts",
-    "vocabulary_size": "a warning of DeepSpeed's",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "NVMe",
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "super_offload",
+MOOT: dict[str, tuple[type, str]] = {
+    "aio": (dict, "NVMe"),
+    "pipeline": (dict, "a PipelineModule"),
+    "seq_parallel_communication_data_type": (str, "sequence parallelism"),
+    "use_data_before_expert_parallelism": (bool, "parallel experts"),
+    "vocabulary_size": (int, "a warning of DeepSpeed's"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": (bool, "NVMe"),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": (float, "super_offload"),
 }
-"""Keys that concern something alone which deepzero has not, so that they say nothing."""
+"""Keys that concern something alone which deepzero has not, so that they say nothing: the kind of value, and what."""
 
 DOTTED = tuple(
     f"zero_optimization.{size}"

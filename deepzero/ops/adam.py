@@ -36,6 +36,7 @@ class FusedAdam(metaclass=_MadeByTorch):
 
     Raises:
         ValueError: another value of an argument that has only one.
+        TypeError: of a subclass, as it would get torch's class and none of its own methods.
 
     Source: ``ops/adam/fused_adam.py`` of [DeepSpeed].
     """
@@ -52,6 +53,11 @@ class FusedAdam(metaclass=_MadeByTorch):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> torch.optim.Optimizer:
+        if cls is not FusedAdam:
+            raise TypeError(
+                f"{cls.__name__} derives from FusedAdam, which is no class of its own in deepzero but makes torch's: "
+                "derive from torch.optim.AdamW or torch.optim.Adam and give it fused=True"
+            )
         if (bias_correction, amsgrad, set_grad_none) != (True, False, True):
             raise ValueError(
                 f"FusedAdam(bias_correction={bias_correction}, amsgrad={amsgrad}, set_grad_none={set_grad_none}): "

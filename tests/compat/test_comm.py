@@ -1,6 +1,8 @@
 """DeepSpeed's ways to join ranks, its collectives, and its accelerator."""
 
 import os
+import subprocess
+import sys
 import warnings
 from collections import namedtuple
 from datetime import timedelta
@@ -25,7 +27,7 @@ def joined(rank, world, settings, variables):
         os.environ.update({name: value.format(rank=rank, world=world) for name, value in variables.items()})
         given = {"rank": rank, "world_size": world} if "init_method" in settings else {}
         deepzero.init_distributed("gloo", timeout=timedelta(seconds=60), **settings, **given)
-        deepzero.init_distributed()  # a second time is no error
+        deepzero.init_distributed(backend="gloo", timeout_seconds=60, config=None)  # a second time is no error
         try:
             return rank == process_group.rank(), collectives(rank, world)
         finally:
@@ -41,10 +43,19 @@ def collectives(rank, world):
         handle = comm.all_reduce(ones, async_op=True, debug="x")
         handle.wait()
         pair = comm.new_group([0, world - 1])
-        if rank in (0, world - 1):
-            objects = [None, None]
+        objects = [None, None]
+        if rank not in (0, world - 1):
+            with pytest.warns(UserWarning, match=f"all_gather_object: rank {rank} is not in this group"):
+                comm.all_gather_object(objects, rank, group=pair)
+            with pytest.warns(UserWarning, match=f"broadcast_object_list: rank {rank} is not in this group"):
+                comm.broadcast_object_list(objects, 0, group=pair)
+            assert objects == [None, None]
+        else:
             comm.all_gather_object(objects, {"rank": rank}, group=pair)
             assert objects == [{"rank": 0}, {"rank": world - 1}]
+            said = [rank]
+            comm.broadcast_object_list(said, 0, group=pair)
+            assert said == [0]
             assert comm.get_all_ranks_from_group(pair) == [
                 0,
                 world - 1,
@@ -80,9 +91,16 @@ def test_ways_to_join(ranks, tmp_path, way):
         ({"timeout": 30}, ConfigError, "timedelta"),
         ({"dist_init_required": False}, ConfigError, "has joined no process group"),
         ({"config": {"comms_logger": {"enabled": True}}}, NotImplementedError, "comms_logger"),
+        ({"config": "logged.json"}, NotImplementedError, "comms_logger"),
+        ({"config": "missing.json"}, ConfigError, r"missing\.json"),
+        ({"auto_mpi_discovery": 60}, ConfigError, "auto_mpi_discovery=60.*timeout_seconds="),
+        ({"backend": "gloo", "dist_backend": "gloo"}, ConfigError, "backend and dist_backend, which are one thing"),
+        ({"timeout": timedelta(5), "timeout_seconds": 5}, ConfigError, "timeout_seconds and timeout, which are one"),
     ],
 )
-def test_arguments_that_cannot_be_used(settings, error, words):
+def test_arguments_that_cannot_be_used(tmp_path, monkeypatch, settings, error, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logged.json").write_text('{"comms_logger": {"enabled": true}}')
     with mock.patch.object(comm, "is_initialized", lambda: False), pytest.raises(error, match=words):
         deepzero.init_distributed(**settings)
 
@@ -122,10 +140,17 @@ def test_names_of_the_package():
     assert isinstance(optimizer, deepzero.ops.adam.FusedAdam) and type(optimizer) is torch.optim.Adam
     with pytest.raises(ValueError, match="amsgrad=True"):
         deepzero.ops.FusedAdam([weight], amsgrad=True)
+    derived = type("Derived", (deepzero.ops.FusedAdam,), {})
+    with pytest.raises(TypeError, match=r"Derived derives from FusedAdam.*derive from torch\.optim\.AdamW"):
+        derived([weight])
     assert deepzero.get_accelerator() is deepzero.accelerator.get_accelerator()
 
     assert deepzero.comm.all_gather_object is comm.all_gather_object and comm.has_all_gather_into_tensor()
     assert not comm.has_nothing()
+    for name in ({*comm._SAME.split(), *comm._RENAMED} - {"reduce_scatter"}) | {*deepzero.comm._DEEPSPEEDS.split()}:
+        assert getattr(deepzero.comm, name) is not None, name
+    load = "import sys; from deepzero.comm import process_group; print([m for m in sys.modules if '.compat' in m])"
+    assert subprocess.check_output([sys.executable, "-c", load], text=True).strip() == "[]"
     for name in ("nothing", "all_gather_everything"):
         with pytest.raises(AttributeError, match=name):
             getattr(deepzero.comm, name)

@@ -102,6 +102,10 @@ def test_other_spellings_mean_the_same(given, plain):
     (zero(stage=2, zenflow={"enabled": False}), "'zero_optimization.zenflow' is a DeepSpeed key"),
     (zero(stage=2, zeropp_loco_param={}), "'zero_optimization.zeropp_loco_param' .* of older DeepSpeeds"),
     (zero(stage=2, zeropp_loco_param=False), "'zero_optimization.zeropp_loco_param' .* of older DeepSpeeds"),
+    ({"aio": 5}, "aio=5 must be a mapping"),
+    ({"pipeline": True}, "pipeline=True must be a mapping"),
+    ({"pipeline": {"stages": 4}}, "pipeline.stages=4 is not implemented"),
+    ({"pipeline": {"stages": "two"}}, "pipeline.stages='two' must be an integer"),
     ({"dataloader_drop_last": "auto"}, "dataloader_drop_last='auto' must be true or false"),
     ({"bf16": {"bf16_optimizer_states": True}}, r"^bf16.bf16_optimizer_states=True is not implemented: leave it at "
      r"false \(the optimizer's states are fp32\)$"),
@@ -135,6 +139,23 @@ def test_what_only_steers_deepspeed_is_said_once(key, said):
     assert [key in text and why in text for text in said.messages] == [True]
     with pytest.raises(ConfigError, match=key):
         read("something else")
+
+
+VALUE = {dict: {"any": 1}, str: "fp32", bool: True, int: 7, float: 0.5}
+
+
+@pytest.mark.parametrize(("key", "kind"), [(key, kind) for key, (kind, _) in MOOT.items()] + [
+    ((key,), float) for key in DOTTED  # as TRL writes them
+])  # fmt: skip
+def test_what_says_nothing_is_said_once_and_is_of_its_kind(key, kind, said):
+    def read(value):
+        return load_engine_config({key[0]: value} if isinstance(key, tuple) else nested(key, value))
+
+    name = key[0] if isinstance(key, tuple) else key
+    assert read(VALUE[kind]) == read(VALUE[kind]) == load_engine_config({})
+    assert [name in text and "changes nothing" in text for text in said.messages] == [True]
+    with pytest.raises(ConfigError, match=name):
+        read([5])
 
 
 def test_only_the_first_rank_says_it(said, monkeypatch):
@@ -173,8 +194,8 @@ def test_what_is_off_asks_for_nothing(said):
     """A config with a word on everything, all of it off, is the empty one."""
     given = {path: value for path in NOT_IMPLEMENTED if "." not in path for value in ({"enabled": False, "x": 1},)}
     given |= dict.fromkeys(SWITCHED_OFF, False)
-    given |= {name: {"any": 1} for name in MOOT if "." not in name}
-    given |= dict.fromkeys(DOTTED, 921.6)  # as TRL writes them
+    given |= dict.fromkeys([*DOTTED, *(name for name in MOOT if "." not in name)])
+    given |= {"aio": {}, "pipeline": {}, "use_data_before_expert_parallelism": False}
     given |= {
         "compression_training": {},
         "fp32_allreduce": False,
@@ -193,12 +214,11 @@ def test_what_is_off_asks_for_nothing(said):
             "leaf_module": {"classes": [], "names": []},
             "zenflow": None,
             "zeropp_loco_param": None,
-            "save_muon_momentum_buffer_in_memory": True,
+            "save_muon_momentum_buffer_in_memory": False,
             "offload_param": {},
             "offload_optimizer": {
                 "device": "none",
                 "super_offload": False,
-                "cpuadam_cores_perc": 0.8,
                 "fast_init": True,
             },
         },
@@ -293,7 +313,7 @@ def test_every_key_of_deepspeed_is_known():
                 keys.append(name.value if isinstance(name, ast.Constant) else names.get(getattr(name, "id", None)))
     assert len(keys) > 60
     for key in filter(None, keys):
-        if key in MOOT or key.rpartition(".")[2] in NVME_ALONE:
+        if key.rpartition(".")[2] in NVME_ALONE or MOOT.get(key, "")[:1] == (str,):
             continue
         with pytest.raises(ConfigError) as error:
             load_engine_config(nested(key, "no such value"))

@@ -6,8 +6,9 @@ import runpy
 import shutil
 import tarfile
 from argparse import Namespace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,6 +21,7 @@ from deepzero.runtime.zero.partition_parameters import GatheredParameters
 from deepzero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.distributed.checkpoints import said
 from tests.distributed.moved_runs import CLIENT_STATE, RUNS, SAVED, UNTIL, Model, optimizer_for, settings, train
+from tests.distributed.training import log_lines
 
 
 @pytest.fixture(scope="module")
@@ -161,23 +163,33 @@ def test_nothing_malformed_is_loaded_and_no_pickle_executed(ranks, theirs, tmp_p
         shutil.copytree(theirs / "stage2-bf16", tmp_path / what)
         act(tmp_path / what / file)
     ranks.run(refuses, {what: tmp_path / what for what in DAMAGES})
+    assert "gate" in zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "malicious", "own")
     assert not Path("/tmp/executed").exists()
 
 
 def weights_alone(rank, world, folder):
     engine = engine_for("stage2-bf16", 3)
-    (folder / "latest").write_text("own")
     engine.load_checkpoint(folder, load_module_only=True)
     truth = torch.load(folder / "truth.pt")["values"]
     assert all(
         torch.equal(kept["master"].view(-1), truth[key]["master"].view(-1)) for key, kept in values(engine).items()
     )
     assert engine.global_steps == 0 and not values(engine)["gate"]["exp_avg"].any()
+    message = said(engine.load_checkpoint, folder)
+    assert "multiarray.scalar, numpy.dtype, pathlib" in message and "load_module_only=True" in message
+    allowed = [np.dtype, np.dtypes.Float64DType, type(PurePosixPath()), np.float64(0).__reduce__()[0]]
+    with torch.serialization.safe_globals(allowed), log_lines("deepzero.compat.deepspeed_checkpoint") as lines:
+        _, client_state = engine.load_checkpoint(folder)
+    assert client_state["best"] == 0.5 and {*client_state} == {*CLIENT_STATE, "best"} and engine.global_steps == SAVED
+    said_once = ["client_state['where'] is a pathlib" in line and "left out" in line for line in lines]
+    assert said_once == [True] * (rank == 0)
     engine.destroy()
 
 
 def test_weights_alone_and_by_latest(ranks, theirs, tmp_path):
     shutil.copytree(theirs / "stage2-bf16", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "latest").write_text("own")
+    edited(lambda content: content.update(where=PurePosixPath("/x"), best=np.float64(0.5)))(tmp_path / MODEL)
     ranks.run(weights_alone, tmp_path)
 
 
@@ -199,6 +211,9 @@ def test_weights_in_fp32_as_deepspeed_gives_them(ranks, theirs, tmp_path, monkey
     truth = {key: kept["master"] for key, kept in torch.load(theirs / "stage3-fp16" / "truth.pt")["values"].items()}
     shutil.copytree(theirs / "stage3-fp16", tmp_path / "theirs")
     (tmp_path / "theirs" / "latest").write_text("own")
+    edited(lambda content: content.update(where=PurePosixPath("/x")))(
+        next((tmp_path / "theirs" / "own").glob("zero_pp_rank_0_*model_states.pt"))
+    )
     frozen = {"frozen.weight", "frozen.bias"}
     for folder, expected, buffer in (("ours", ours, scale), ("theirs", truth, scale / 3)):
         whole = {**expected, "head.weight": expected["embed.weight"], "scale": buffer}

@@ -1,7 +1,9 @@
 """DeepSpeed's front door beyond training: engines without an optimizer, its names on engine and optimizer."""
 
+import copy
 import gc
 import inspect
+import pickle
 import tempfile
 import weakref
 from unittest import mock
@@ -102,7 +104,13 @@ def test_names_on_the_optimizer(rank, world, stage):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     settings = config(stage=stage, precision="fp16", fp16={"initial_scale_power": 4, "hysteresis": 1}, zero=WHOLE)
     engine, returned, *_ = deepzero.initialize(model=model, optimizer=optimizer, config=settings)
-    assert returned is optimizer is engine.optimizer is optimizer.optimizer and type(optimizer).__name__ == "SGD"
+    assert returned is optimizer is engine.optimizer and type(optimizer).__name__ == "SGD"
+    inner = optimizer.optimizer
+    assert inner is optimizer.optimizer and type(inner) is torch.optim.SGD and not hasattr(inner, "optimizer")
+    assert inner.state is optimizer.state and inner.param_groups is optimizer.param_groups
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(inner)):
+        assert type(copied) is torch.optim.SGD and copied.param_groups[0]["momentum"] == 0.9
+        assert vars(copied).keys().isdisjoint(("_deepzero_engine", "_deepzero_inner"))
     assert isinstance(optimizer, torch.optim.SGD) and repr(optimizer).startswith("SGD (")
     assert isinstance(optimizer, DeepSpeedZeroOptimizer) == (stage in (1, 2))
     assert isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) == hasattr(optimizer, "parameter_offload")
@@ -127,6 +135,7 @@ def test_names_on_the_optimizer(rank, world, stage):
     assert not hasattr(optimizer, "no_such_name") and optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
     engine.destroy()
     assert type(optimizer) is torch.optim.SGD and not hasattr(optimizer, "overflow")
+    assert vars(optimizer).keys().isdisjoint(("_deepzero_engine", "_deepzero_inner"))
 
 
 @on_ranks()
@@ -147,6 +156,10 @@ def test_names_on_the_engine(rank, world):
                 getattr(engine, name)
     with pytest.raises(AttributeError, match="neither DeepSpeedEngine nor its module has an attribute 'nothing'"):
         _ = engine.nothing
+    model.loss_scale, scaler = "the module's", vars(engine).pop("scaler")
+    with pytest.raises(AttributeError, match="scaler"):
+        _ = engine.loss_scale  # the engine's own property, whose fault is told
+    engine.scaler = scaler
     held = weakref.ref(engine.stage)
     engine.destroy()
     engine.empty_partition_cache()

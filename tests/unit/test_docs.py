@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import functools
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.deepspeed_keys import (
     BY_PRESENCE,
+    DOTTED,
     MOOT,
     NOT_IMPLEMENTED,
     NVME_ALONE,
@@ -24,6 +26,8 @@ from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.runtime.lr_schedules import CURVES
 from tests.configs.compose import run_config
+from tools.deepspeed_names import at, keys_of
+from tools.deepspeed_surface import COLLECTED
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -134,7 +138,24 @@ def test_satisfied_keys():
     rules = {**SATISFIED, **{key: ((default,), why) for key, (default, why) in STEERING.items()}}
     assert set(table) == set(rules)
     for key, (values, _) in rules.items():
-        assert {json.loads(v) for v in table[key].split(", ")} == set(values), key
+        assert [json.loads(v) for v in table[key].split(", ")] == list(values), key
+
+
+def defaults_of_deepspeed():
+    """Key to default: of the DeepSpeed that is installed, or else as they have been collected from one."""
+    found = importlib.util.find_spec("deepspeed")
+    if found is not None and found.origin and (Path(found.origin).parent / "runtime" / "config.py").is_file():
+        return keys_of(at("deepspeed.runtime.config.DeepSpeedConfig"))
+    return json.loads(text(COLLECTED))["areas"]["configuration"]
+
+
+def test_defaults_in_the_tables_are_deepspeeds(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    theirs, ours = defaults_of_deepspeed(), {key: values[0] for key, (values, _) in SATISFIED.items()}
+    ours |= {key: default for key, (default, _) in STEERING.items()} | {"dataloader_drop_last": False}
+    known = {key: theirs[key] for key in ours if theirs.get(key) is not None}  # None: it asks without a default
+    assert len(known) > 40 and known == {key: ours[key] for key in known}
+    assert EngineConfig().dataloader_drop_last is ours["dataloader_drop_last"]
 
 
 def names_in(paragraph):
@@ -144,6 +165,8 @@ def names_in(paragraph):
 
 def test_blocks_may_be_switched_off_and_refused_keys_are_refused():
     assert names_in("Switched off") == [*SWITCHED_OFF, "activation_checkpointing"]
+    dotted = re.search(r"^\*Dotted\*.*?\n\n", text(CONFIG), re.S | re.M)[0]
+    assert re.findall(r"`([\w.]+)`", dotted) == [*DOTTED]
     assert names_in("Moot") == [path.rpartition(".")[2] for path in MOOT] + [*NVME_ALONE]
     assert names_in("Refused") == [path.rpartition(".")[2] for path in NOT_IMPLEMENTED]
     for place in NOT_IMPLEMENTED:
