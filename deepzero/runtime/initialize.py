@@ -95,11 +95,7 @@ def initialize(
         _refuse_other_parallelism(mpu, mesh_param)
     except ConfigError as error:
         problem = error
-    if dist_init_required is False and not process_group.is_initialized():
-        raise ConfigError("dist_init_required=False, but this process has joined no process group")
-    if distributed_port is not None and "WORLD_SIZE" in os.environ:
-        os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    process_group.init_distributed(timeout_seconds=settings.comm.timeout_seconds)
+    _join(dist_init_required, distributed_port, settings.comm.timeout_seconds)
     model, chosen = _agreed(problem, settings, model, optimizer, model_parameters, lr_scheduler)
     _warn_of_two("lr_scheduler", lr_scheduler, settings.scheduler)
     if callable(lr_scheduler) and not callable(getattr(lr_scheduler, "step", None)):
@@ -111,6 +107,14 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, chosen if trains else None, engine.training_dataloader, engine.lr_scheduler
+
+
+def _join(required: bool | None, port: int | None, timeout: float) -> None:
+    if required is False and not process_group.is_initialized():
+        raise ConfigError("dist_init_required=False, but this process has joined no process group")
+    if port is not None and "WORLD_SIZE" in os.environ:
+        os.environ.setdefault("MASTER_PORT", str(port))
+    process_group.init_distributed(timeout_seconds=timeout)
 
 
 def _only_config(config: Any, config_params: Any, args: Any) -> EngineConfig:
