@@ -18,12 +18,15 @@ def _made() -> logging.Logger:
     made.addHandler(handler)
     made.setLevel(logging.INFO)
     made.propagate = False
+    # As DeepSpeed has them on its logger, too.
+    made.warning_once = functools.cache(made.warning)  # type: ignore[attr-defined]
+    made.log_dist_once = lambda *words, **more: log_dist_once(*words, **more)  # type: ignore[attr-defined]
     return made
 
 
 logger = _made()
 """What libraries set levels of; what it says goes to standard output, as there."""
-warning_once = functools.cache(logger.warning)
+warning_once = logger.warning_once  # type: ignore[attr-defined]
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -38,9 +41,6 @@ def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int =
 
 
 _log_dist_once = functools.cache(log_dist)
-# As DeepSpeed has them on its logger, too.
-logger.warning_once = warning_once  # type: ignore[attr-defined]
-logger.log_dist_once = log_dist_once  # type: ignore[attr-defined]
 
 
 def set_log_level_from_string(level: str, custom_logger: logging.Logger | None = None) -> None:

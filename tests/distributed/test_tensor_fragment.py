@@ -418,4 +418,5 @@ def test_asking_is_no_part_of_a_step_and_leaves_nothing_behind(rank, world, stag
 
 def test_names():
     assert utils.set_z3_leaf_modules is deepzero.zero.set_z3_leaf_modules
-    assert len(utils.__all__) == 15 and all(hasattr(utils, name) for name in utils.__all__)
+    # Seven more stand in compat/, for DeepSpeed's scripts.
+    assert len(utils.__all__) == 15 + 7 and all(hasattr(utils, name) for name in utils.__all__)
