@@ -15,10 +15,14 @@ QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS
 DEEPSPEED = json.loads(Path(__file__).with_name("deepspeed_stories.json").read_text(encoding="utf-8"))
 
 
-def prepared(folder):
-    """A folder with the base model."""
+def need_hf():
     pytest.importorskip("transformers", reason="needs the extra hf")
     pytest.importorskip("accelerate", reason="needs the extra hf")
+
+
+def prepared(folder):
+    """A folder with the base model."""
+    need_hf()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of another library, about itself
         library_stories.write_base(folder / "base")
@@ -42,6 +46,7 @@ def tell(names, stage, precision, folder, launcher=()):
 
 def run_example(name, arguments, launcher=()):
     """What an example prints at its end."""
+    need_hf()
     lines = started(str(runs.ROOT / "examples" / f"{name}.py"), arguments, launcher)
     return json.loads(next(line for line in reversed(lines) if line.startswith('{"')))
 
