@@ -66,7 +66,7 @@ class FetchPlan:
 
     uses: tuple[ModuleUse, ...]
     numel: dict[int, int]
-    """Elements of each bucket, padding included."""
+    """Elements that each bucket takes while it is gathered, padding included; 0 where its shard is the whole."""
     limits: FetchLimits
 
 
