@@ -22,6 +22,7 @@ import deepzero
 from deepzero.comm import process_group
 from deepzero.config.run import RunConfig
 from deepzero.data.corpus import load_corpus
+from deepzero.data.loader import batches_on
 from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.evaluation import sample, validate
 from deepzero.launch.rank_process import on_stop_request
@@ -42,7 +43,6 @@ def train(run: RunConfig, run_dir_name: str, command: Command) -> None:
     torch.manual_seed(run.train.seed)  # the same initial parameters on every rank
     model = build_model(run)
     engine, *_ = deepzero.initialize(model=model, config=run.engine, total_steps=run.train.steps)
-    torch.manual_seed(run.train.seed + 1 + engine.global_rank)  # from here on randomness is dropout, and differs
     train_data, val_data = sequences(run, corpus)
     sampler = GlobalBatchSampler(len(train_data), engine.batch.global_batch, run.train.seed)
     first_step = load_start(run, run_dir, engine, sampler, command)
@@ -51,6 +51,11 @@ def train(run: RunConfig, run_dir_name: str, command: Command) -> None:
     if run.train.save_every:
         on_stop_request(engine.request_stop)
 
+    mine = (engine.global_rank, engine.batch.micro_batch, engine.world_size)
+    batches = batches_on(engine.device, (
+        train_data.batch(sampler.rank_indices(step, k, *mine))
+        for step in range(first_step, run.train.steps) for k in range(engine.batch.accumulation)
+    ))  # fmt: skip
     watched = (engine.ledger.held_now, engine.device, engine.comm.ranges)
     with trace(run.profiler, run_dir, engine.global_rank, *watched) as end_of_step:
         for step in range(first_step, run.train.steps):
@@ -58,9 +63,9 @@ def train(run: RunConfig, run_dir_name: str, command: Command) -> None:
                 monitor.validation(step, validate(engine, val_data, run.train.eval_batches))
             timeline.begin(step + 1)
             started = time.perf_counter()
-            for k in range(engine.batch.accumulation):
-                mine = sampler.rank_indices(step, k, engine.global_rank, engine.batch.micro_batch, engine.world_size)
-                input_ids, labels = (tensor.to(engine.device) for tensor in train_data.batch(mine))
+            for _ in range(engine.batch.accumulation):
+                input_ids, labels = next(batches)
+                engine.seed_micro_batch(run.train.seed)  # dropout: by the micro-batch's place in the run, not by rank
                 loss = engine(input_ids, labels)
                 if run.debug.inject_overflow_at == step + 1 and engine.global_rank == 0:
                     loss = loss * math.inf

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -46,19 +47,20 @@ def flush_parents(path: Path) -> None:
             flush_folder(parent)
 
 
-def write_whole(path: Path, content: bytes, suffix: str = "tmp") -> None:
-    """Put a small file in its place, whole or not at all; :func:`flush_folder` makes its name last.
+def write_whole(path: Path, content: bytes | Callable[[BinaryIO], object], suffix: str = "tmp") -> None:
+    """Put a file in its place, whole or not at all; :func:`flush_folder` makes its name last.
 
-    Until then its name has ``suffix``: of this process's own, where several may write.
+    Until then its name has ``suffix``: of this process's own, where several may write. A large ``content`` is a call
+    that writes to the file it is given.
     """
     temporary = path.with_name(f".{path.name}.{suffix}")
     try:
         with open(temporary, "wb") as file:
-            file.write(content)
+            content(file) if callable(content) else file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:  # a full disk keeps no half of a file
+    except BaseException:  # a full disk keeps no half of a file
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise

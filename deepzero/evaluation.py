@@ -10,7 +10,7 @@ import torch
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.run import TrainConfig
 from deepzero.data.corpus import Corpus
-from deepzero.data.loader import TokenSequences
+from deepzero.data.loader import TokenSequences, batches_on
 from deepzero.models.gpt import GPT
 from deepzero.models.hf import HFModel
 
@@ -26,16 +26,15 @@ def validate(engine: DeepSpeedEngine, data: TokenSequences, batches: int) -> flo
     """
     wanted = min(batches * engine.batch.global_batch, len(data))
     chosen = np.unique(np.linspace(0, len(data) - 1, wanted).astype(np.int64))
-    share, size = -(-len(chosen) // engine.world_size), engine.batch.micro_batch
-    mine = chosen[engine.global_rank * share : (engine.global_rank + 1) * share]
+    size, world = engine.batch.micro_batch, engine.world_size
     total = torch.zeros(2, dtype=torch.float64)  # sum of losses, sequences
     engine.eval()
-    for start in range(0, share, size):
-        part = mine[start : start + size]
-        count = len(part)
-        input_ids, labels = data.batch(part if count else chosen[:1])
-        loss = engine(input_ids.to(engine.device), labels.to(engine.device))
-        total += torch.tensor([float(loss) * count, count], dtype=torch.float64)
+    # Micro-batch by micro-batch in turn: which sequences are together does not depend on the number of ranks.
+    starts = range(engine.global_rank * size, len(chosen) + engine.global_rank * size, size * world)
+    parts = [chosen[start : start + size] for start in starts]
+    given = batches_on(engine.device, (data.batch(part if len(part) else chosen[:1]) for part in parts))
+    for part, batch in zip(parts, given, strict=True):
+        total += torch.tensor([float(engine(*batch)) * len(part), len(part)], dtype=torch.float64)
     engine.train()
     mean = engine.eval_mean(total)
     return float(mean[0] / mean[1])

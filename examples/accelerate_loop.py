@@ -42,6 +42,8 @@ def main() -> None:
     batches = DataLoader(ids[: len(ids) // TOKENS * TOKENS].view(-1, TOKENS), batch_size=4, shuffle=True)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=64, n_layer=2, n_head=4, n_positions=TOKENS,
                                        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))  # fmt: skip
+    if args.precision == "bf16":  # values that bf16 can hold, as published weights have; DeepSpeed rounds others first
+        model.bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, batches, schedule)

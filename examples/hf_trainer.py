@@ -50,10 +50,12 @@ def main() -> None:
     """Train, evaluate, save."""
     args = parse_arguments()
     torch.manual_seed(args.seed)
-    # In stage 3 the model is cut as it is made: the arguments above have told transformers so.
+    # In stage 3 the model is cut as it is made: the arguments above have told transformers so. With --bf16 it has
+    # values that bf16 can hold, as published weights do: DeepSpeed would round others before it made its masters.
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=TOKENS)
+                    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=TOKENS),
+        dtype=torch.bfloat16 if args.bf16 else torch.float32,
     )  # fmt: skip
     trainer = Trainer(model, args, train_dataset=Bytes(TEXT), eval_dataset=Bytes(TEXT.with_name("CONTRIBUTING.md")))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

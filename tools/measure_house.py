@@ -25,26 +25,26 @@ from deepzero.utils.closed_pipe import exit_with
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
-    "deepzero/config": (1642, 1150),
-    "deepzero/comm": (3486, 2720),
-    "deepzero/runtime": (3617, 3050),
-    "deepzero/runtime/zero": (5618, 4550),
+    "deepzero/config": (1680, 1150),
+    "deepzero/comm": (4401, 2720),
+    "deepzero/runtime": (3960, 3050),
+    "deepzero/runtime/zero": (5940, 4550),
     "deepzero/offload": (2801, 2500),
-    "deepzero/checkpoint": (3653, 2610),
+    "deepzero/checkpoint": (3670, 2610),
     "deepzero/launch": (705, 650),
     "deepzero/health": (651, 560),
     "deepzero/monitor": (2665, 1600),
-    "deepzero/planning": (2260, 1650),
+    "deepzero/planning": (2276, 1650),
     "deepzero/profiling": (1235, 800),
     "deepzero/models": (545, 540),
-    "deepzero/data": (485, 400),
-    "deepzero/training": (979, 380),
-    "deepzero/compat": (3281, 1200),
-    "deepzero": (34_792, 23_500),
-    "tools": (5148, 2700),
+    "deepzero/data": (527, 400),
+    "deepzero/training": (1028, 380),
+    "deepzero/compat": (3340, 1200),
+    "deepzero": (36_950, 23_500),
+    "tools": (5854, 2700),
     "tools/book": (1153, 1000),
-    "examples": (762, 700),
-    "tests": (29_560, 17_000),
+    "examples": (766, 700),
+    "tests": (30_700, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
@@ -189,18 +189,18 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
     path = [house[name] for name in reading_path(root)]
     counts = [source.comments_and_code() for source in path]
     density = round(100 * sum(comments for comments, _ in counts) / max(sum(code for _, code in counts), 1), 1)
-    yield Row("lines of the reading path", sum(source.lines for source in path), 5852, 5500, f"{len(path)} files")
+    yield Row("lines of the reading path", sum(source.lines for source in path), 5885, 5500, f"{len(path)} files")
     yield Row("comments per 100 lines of code on it", density, 13, 12, least=True)
 
     package, zero = files_of(house, "deepzero"), files_of(house, "deepzero/runtime/zero")
-    yield Row("classes in runtime/zero", sum(1 for source in zero for _ in source.nodes(ast.ClassDef)), 36, 30)
+    yield Row("classes in runtime/zero", sum(1 for source in zero for _ in source.nodes(ast.ClassDef)), 39, 30)
     below = [source for source in zero if any(name.startswith("deepzero.offload") for name in source.imports())]
     yield Row("files of runtime/zero that import offload", len(below), 0, 0)
     core = [source for source in package if CORE.match(source.path) and "dry_run" not in source.path]
     branches = [count for source in core if (count := source.dry_run_branches())]
     yield Row("branches for dry runs in the core", sum(branches), 0, 0, f"in {len(branches)} files")
     state = [f"{one.path.removeprefix('deepzero/')}:{name}" for one in package for name in sorted(one.mutable_state())]
-    yield Row("module-level mutable state", len(state), 8, 2, ", ".join(state[:3]) + (" …" if len(state) > 3 else ""))
+    yield Row("module-level mutable state", len(state), 11, 2, ", ".join(state[:3]) + (" …" if len(state) > 3 else ""))
 
     # A thread that has not chosen its device makes a context on GPU 0 as soon as it asks CUDA anything.
     threads = sum(source.threads() for source in package if source.path != "deepzero/utils/threads.py")
@@ -218,7 +218,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
 def class_rows(package: list[Source]) -> Iterator[Row]:
     """The largest classes, and the names that two files define."""
     sizes = members(package)
-    for what, index, budget, target in (("methods", 0, 64, 25), ("attributes", 1, 27, 20)):
+    for what, index, budget, target in (("methods", 0, 58, 25), ("attributes", 1, 30, 20)):
         largest = max(sizes, key=lambda name: len(sizes[name][index]))
         over = sum(len(size[index]) > target for size in sizes.values())
         now, note = len(sizes[largest][index]), f"{largest}; {over} above the target"

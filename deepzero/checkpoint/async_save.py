@@ -45,8 +45,9 @@ from deepzero.checkpoint.shard_file import ShardPlan, write_shard
 from deepzero.comm import flight_recorder, process_group
 from deepzero.comm.ledger import SNAPSHOT
 from deepzero.comm.process_group import StoreMailbox
+from deepzero.device import accelerator_of
 from deepzero.durable import flush_parents
-from deepzero.offload.pinned_arena import HostArena, Region
+from deepzero.offload.pinned_arena import HostArena, PageLockError, Region
 from deepzero.utils.threads import start_thread
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Saver:
         self.failure: str | None = None
         """Why the last save was given up; raised once."""
         self._arena: HostArena | None = None
+        self._pin = True
         self._thread: threading.Thread | None = None
         self._locked: Path | None = None
 
@@ -162,24 +164,24 @@ class Saver:
         if self._arena is None or self._arena.regions[0].numel < plan.bytes:
             self._release_memory()  # not both at once
             # It begins at a page, which writing past the page cache asks for.
-            self._arena = HostArena([Region(SNAPSHOT, plan.bytes, torch.uint8)], self.device, pin=True)
+            regions = [Region(SNAPSHOT, plan.bytes, torch.uint8)]
+            try:
+                self._arena = HostArena(regions, self.device, self._pin)
+            except PageLockError:
+                self._pin = False
+                log.warning("the system refuses to lock pages: training waits for the snapshots' copies (said once)")
+                self._arena = HostArena(regions, self.device, self._pin)
             self._arena.allocate(SNAPSHOT, plan.bytes, torch.uint8)
         (memory,) = self._arena.tensors(SNAPSHOT)
         copied = plan.copy_into(memory)
-        if self.device.type != "cuda":
-            return copied, _nothing
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))  # the program's current device may be another
-        return copied, event.synchronize
+        copies = accelerator_of(self.device).event(self.device)
+        copies.record()
+        return copied, copies.synchronize
 
     def _release_memory(self) -> None:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-
-
-def _nothing() -> None:
-    """On a CPU a copy is there when it returns."""
 
 
 class _Job:
@@ -254,7 +256,7 @@ class _Job:
             with contextlib.suppress(AttributeError, OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         try:
-            problem = self._write_and_commit(collected, ready or _nothing)
+            problem = self._write_and_commit(collected, ready or (lambda: None))
         except Exception as error:
             problem = reason(error)
         finally:

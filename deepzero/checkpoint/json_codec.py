@@ -7,9 +7,10 @@ other is an object with one key that begins with ``$``. Tensors and numpy arrays
 
 from __future__ import annotations
 
+import logging
 import math
 from argparse import Namespace
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ import numpy as np
 import torch
 
 from deepzero.checkpoint.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
@@ -26,6 +29,9 @@ DTYPES = {
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 ITEMSIZE = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 """Bytes of an element."""
+
+FACTORIES = {kind.__name__: kind for kind in (int, float, list, dict, set, str, bool)}
+"""What may give a defaultdict its values, by name."""
 
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -59,6 +65,11 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {"$namespace": encode(vars(value), where, tensors)}
     if type(value) is Counter:  # torch's MultiStepLR keeps its milestones in one
         return {"$counter": encode(dict(value), where, tensors)}
+    factory = getattr(value, "default_factory", None)
+    if isinstance(value, dict) and factory is not None:  # a defaultdict, or what ``compat`` has in its place
+        if factory in FACTORIES.values():
+            return {"$defaultdict": [factory.__name__, encode(dict(value), where, tensors)]}
+        log.warning("%s is a defaultdict of %r, and is kept as a plain dict", where, factory)
     if isinstance(value, Mapping):
         pairs = [(key, encode(item, f"{where}[{key!r}]", tensors)) for key, item in value.items()]
         if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
@@ -107,6 +118,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         "$set": lambda items: set(decode(items, tensors)),
         "$namespace": lambda named: _namespace(decode(named, tensors)),
         "$counter": lambda counts: Counter(decode(counts, tensors)),
+        "$defaultdict": lambda pair: defaultdict(FACTORIES[pair[0]], decode(pair[1], tensors)),
         "$dict": lambda pairs: dict(decode(pairs, tensors)),
     }
     return makers[kind](value[kind])

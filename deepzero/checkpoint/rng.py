@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepzero.device import accelerator_of
+
 
 def capture(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The state of all generators: 1-D tensors by name, and the numbers that belong to them."""
@@ -18,8 +20,8 @@ def capture(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, An
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
     }
-    if device.type == "cuda":
-        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    if (accelerator := accelerator_of(device)).has_streams:
+        tensors[device.type] = accelerator.rng_state(device)
     numpy_numbers = {
         "numpy_position": int(position),
         "numpy_has_gauss": int(has_gauss),
@@ -35,5 +37,5 @@ def restore(tensors: dict[str, torch.Tensor], numbers: dict[str, Any], device: t
     words = tensors["numpy"].numpy().astype(np.uint32)
     rest = (numbers[f"numpy_{name}"] for name in ("position", "has_gauss", "gauss"))
     np.random.set_state((numbers["numpy_kind"], words, *rest))
-    if device.type == "cuda" and "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["cuda"], device)
+    if (accelerator := accelerator_of(device)).has_streams and device.type in tensors:
+        accelerator.set_rng_state(tensors[device.type], device)

@@ -66,8 +66,8 @@ class ShardPlan:
     entries: tuple[Entry, ...]
     rows: tuple[Row, ...]
     header: bytes
-    image: memoryview | None = None
-    """The whole file in memory, at the start of a page: a snapshot."""
+    image: torch.Tensor | None = None
+    """The whole file in memory, 1-D bytes at the start of a page: a snapshot, complete when its copies are."""
 
     @property
     def bytes(self) -> int:
@@ -81,7 +81,7 @@ class ShardPlan:
         for entry, row in zip(self.entries, self.rows, strict=True):
             copy = memory[row.offset : row.end].view(entry.tensor.dtype)
             copy.copy_(entry.tensor.detach(), non_blocking=True)
-        return ShardPlan((), self.rows, self.header, memoryview(memory.numpy()))  # type: ignore[arg-type]
+        return ShardPlan((), self.rows, self.header, memory)
 
 
 def plan_shard(entries: Iterable[Entry], metadata: dict[str, str]) -> ShardPlan:
@@ -169,8 +169,9 @@ def _portions_of(plan: ShardPlan) -> Iterator[memoryview]:
     if plan.image is None:
         views = itertools.chain([memoryview(plan.header)], (bytes_of(entry.tensor) for entry in plan.entries))
     else:  # whole pages, and the rest
-        pages = len(plan.image) // PAGE_BYTES * PAGE_BYTES
-        views = itertools.chain([plan.image[:pages], plan.image[pages:]])
+        image = bytes_of(plan.image)
+        pages = len(image) // PAGE_BYTES * PAGE_BYTES
+        views = itertools.chain([image[:pages], image[pages:]])
     for view in views:
         for start in range(0, len(view), WRITE_BYTES):
             yield view[start : start + WRITE_BYTES]

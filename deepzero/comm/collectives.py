@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 
 from deepzero.comm import exact_sum, flight_recorder, process_group
+from deepzero.comm.chaos import Chaos
 from deepzero.comm.exact_sum import Measure, Part
 from deepzero.comm.flight_recorder import CollectiveRecord, GroupObserver
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.profiler_ranges import CommTiming, OverlapMeter
-from deepzero.comm.streams import Chaos
 from deepzero.comm.topology import Nodes, RankGroup, check_ranks, find_nodes, make_group, oddities, split_ranks
+from deepzero.device import accelerator_of
 
 if TYPE_CHECKING:
     from deepzero.config.engine import ChaosConfig, EngineConfig
@@ -129,14 +130,15 @@ class Communicator:
                 process_group.backend_for(device),
             )
             place = RankPlace(rank, world_size, backend, device.type, flight_recorder.observer())
-        self.rank, self.world_size, self.backend = place.rank, place.world_size, place.backend
+        self.rank, self.world_size = place.rank, place.world_size
+        # Who starts collectives: torch, unless the device is simulated; a dry run has another one.
+        self._torch, self.backend = accelerator_of(device).collectives(dist, place.backend)
         self.device_type = place.device_type
         """``cpu`` or ``cuda``: the device's, or in a dry run that of the device which it stands for."""
         # gloo cannot send from GPU memory; with CUDA tensors it is asked for its (copying) collectives instead.
         self._pairwise = self.backend == "gloo" and self.device_type == "cpu"
         # NCCL needs a communicator for each group. gloo's pairs of ranks find each other in the one of all ranks.
         self._with_handles = not self._pairwise
-        self._torch: Any = dist  # who starts collectives; a dry run has another one
         self.nodes = nodes or Nodes(self.world_size, self.world_size)
         self.everybody = RankGroup(tuple(range(self.world_size)), self.rank, None)
         self._watch, self.ranges = place.observer, place.observer.ranges

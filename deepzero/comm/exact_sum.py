@@ -1,8 +1,9 @@
 """The exact sum of every rank's contribution to a shard: in fp32, in the order of ranks, chunk by chunk.
 
 A sum in bf16 or fp16 would lose what one in fp32 keeps, and floating-point additions in another order give other bits.
-So each element's contributions are widened and added left to right, rank 0's first. The sum runs over chunks that stay
-in the core's cache, where also the gradient norm is taken of them.
+So each element's contributions are widened and added left to right, rank 0's first, to what earlier micro-batches have
+left: one sum in the order of the global batch, **however many ranks share it**. It runs over chunks that stay in the
+core's cache, where also the gradient norm is taken of them.
 """
 
 from __future__ import annotations
@@ -29,19 +30,30 @@ def chunk_for(device_type: str, shard_numel: int) -> int:
     return SUM_CHUNK if device_type == "cpu" else max(SUM_CHUNK, min(shard_numel, DEVICE_CHUNK))
 
 
-def sum_chunk(total: torch.Tensor, parts: Sequence[Part], start: int, scratch: torch.Tensor) -> None:
+def sum_chunk(
+    total: torch.Tensor,
+    parts: Sequence[Part],
+    start: int,
+    scratch: torch.Tensor,
+    accumulate: bool = False,
+    factor: float = 1.0,
+) -> None:
     """``total = parts[0] + parts[1] + …`` in fp32, left to right, of the elements from ``start`` on.
 
-    ``total`` and ``scratch`` are 1-D fp32, of one extent; ``start`` is a multiple of it where parts are encoded.
+    ``total`` and ``scratch`` are 1-D fp32, of one extent; ``start`` is a multiple of it where parts are encoded. With
+    ``accumulate`` the sum begins with what ``total`` holds; ``factor`` multiplies each part.
     """
     for number, part in enumerate(parts):
+        added = accumulate or number > 0
         # A mixed-dtype add would widen into fresh memory; the kept scratch is already in cache.
-        values = scratch if number else total
+        values = scratch if added else total
         if isinstance(part, torch.Tensor):
             values.copy_(part[start : start + values.numel()])
         else:
             part(start, values)
-        if number:
+        if factor != 1.0:
+            values.mul_(factor)
+        if added:
             total.add_(scratch)
 
 
@@ -53,29 +65,25 @@ def sum_in_rank_order(
     factor: float = 1.0,
     on_chunk: Measure | None = None,
 ) -> None:
-    """``output = parts[0] + parts[1] + …`` in fp32, left to right; with ``accumulate``, ``output += (that sum)``.
+    """``output = parts[0] + parts[1] + …`` in fp32, left to right; ``accumulate``: ``((output + parts[0]) + …)``.
 
     Args:
         output: 1-D; fp32, or a narrower dtype into which the fp32 sum is rounded once.
         parts: in rank order; 1-D tensors of ``output``'s extent, any float dtype, or what decodes to such.
-        accumulate: add to what ``output`` holds.
+        accumulate: begin with what ``output`` holds.
         scratch: fp32, two chunks of elements, on the same device; where parts are encoded, of whole blocks each.
-        factor: multiplies the sum, not what ``output`` holds already.
+        factor: multiplies the parts, not what ``output`` holds already.
         on_chunk: called with what ``output`` holds in the end.
     """
     size = scratch.numel() // 2
-    # fp32 without accumulation: the output is its own scratch, and a chunk is written once.
-    in_place = output.dtype == torch.float32 and not accumulate
     for lo in range(0, output.numel(), size):
         target = output[lo : lo + size]
-        total = target if in_place else scratch[: target.numel()]
-        sum_chunk(total, parts, lo, scratch[size : size + target.numel()])
-        if factor != 1.0:
-            total.mul_(factor)
-        # The sum is complete before it meets what was there: the same bits where it is added elsewhere (`on_reduced`).
-        if accumulate:
-            target.add_(total)
-        elif not in_place:
+        # An fp32 output is its own scratch, and a chunk is written once.
+        total = target if output.dtype == torch.float32 else scratch[: target.numel()]
+        if accumulate and total is not target:
+            total.copy_(target)
+        sum_chunk(total, parts, lo, scratch[size : size + target.numel()], accumulate, factor)
+        if total is not target:
             target.copy_(total)
         if on_chunk is not None:
             on_chunk(target, lo)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from deepzero.comm.streams import storage_ptr_of
+from deepzero.comm.chaos import storage_ptr_of
 
 SNAPSHOT = "snapshot"  # of asynchronous saves
 SECONDARY = "secondary"  # what hpZ and MiCS keep of the parameters for a rank's group
@@ -196,6 +196,15 @@ class Ledger:
             _together({name: part for name, part in parts.items() if name not in apart}),
             _together({name: part for name, part in parts.items() if name in apart}),
         )
+
+    def categories_of(self, tensor: torch.Tensor) -> list[str]:
+        """Under which categories the storage of ``tensor`` is held."""
+        storage, found = storage_ptr_of(tensor), []
+        with torch._C.DisableTorchFunctionSubclass():
+            for category, (tensors, _) in self._watched.items():
+                if any(t is not None and storage_ptr_of(t) == storage for t in tensors()):
+                    found.append(category)
+        return found
 
     def _measure(self, without: Collection[str]) -> dict[str, tuple[int, int]]:
         """Bytes by category: of what is no padding, and of its padding."""

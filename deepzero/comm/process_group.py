@@ -12,6 +12,7 @@ import hmac
 import json
 import os
 import pickle
+import re
 import secrets
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from deepzero.comm import flight_recorder
 from deepzero.comm.flight_recorder import DepartedRank
 from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, behind_closed_doors, meet
+from deepzero.device import accelerator, accelerator_of
 from deepzero.utils.errors import ConfigError
 
 _LOCAL_RANKS = {"SLURM_LOCALID": "SLURM_PROCID", "OMPI_COMM_WORLD_LOCAL_RANK": "OMPI_COMM_WORLD_RANK"}
@@ -50,20 +52,31 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """This rank's number on its machine, as its launcher says; 0 where nobody does."""
-    return _told_local_rank() or 0
+    """This rank's number on its machine, as its launcher says; 0 where nobody does.
+
+    Raises:
+        ConfigError: what the launcher says is no number.
+    """
+    return _told_local_rank()[1] or 0
 
 
-def _told_local_rank() -> int | None:
-    """By torchrun and our launcher, else by Slurm or Open MPI."""
-    if "LOCAL_RANK" in os.environ:
-        return int(os.environ["LOCAL_RANK"])
-    me = str(dist.get_rank()) if is_initialized() else os.environ.get("RANK")
-    for name, of_rank in _LOCAL_RANKS.items():
+def _told_local_rank() -> tuple[str, int | None]:
+    """By torchrun and our launcher, else by Slurm or Open MPI: the variable, and what it says."""
+    name = "LOCAL_RANK"
+    if name not in os.environ:
+        me = str(dist.get_rank()) if is_initialized() else os.environ.get("RANK")
         # A word about another rank was inherited: ranks that a script in a Slurm job starts all have the script's.
-        if name in os.environ and me in (None, os.environ.get(of_rank)):
-            return int(os.environ[name])
-    return None
+        told_us = (n for n, rank in _LOCAL_RANKS.items() if n in os.environ and me in (None, os.environ.get(rank)))
+        name = next(told_us, name)
+    told = os.environ.get(name)
+    if told is not None and not told.isdecimal():
+        raise ConfigError(f"{name}={told!r} is not a rank's number on its machine: 0, 1, …; {_sees()}")
+    return name, None if told is None else int(told)
+
+
+def _sees() -> str:
+    count = accelerator().device_count()
+    return f"this process sees {count} GPU{'s' * (count != 1)}"
 
 
 def ranks_of_host() -> int | None:
@@ -77,13 +90,15 @@ def default_device() -> torch.device:
 
     Raises:
         ConfigError: which GPU is not known, since there are several ranks and nobody has told this one's number on its
-            machine; or the machine has no GPU of that number.
+            machine; or the machine has no GPU of that number; or :func:`refuse_missing_gpu`.
     """
-    if os.environ.get("DEEPZERO_DEVICE", "") == "cpu" or not torch.cuda.is_available():
+    mine = accelerator()
+    if not mine.has_streams:
+        refuse_missing_gpu()
         return torch.device("cpu")
     if is_initialized() and (bound := dist.group.WORLD.bound_device_id) is not None:  # type: ignore[union-attr]
         return bound  # the user has joined, and said which
-    number, gpus = _told_local_rank(), torch.cuda.device_count()
+    (name, number), gpus = _told_local_rank(), mine.device_count()
     if number is None:
         ranks = world_size() if is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         if ranks > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1":
@@ -92,32 +107,54 @@ def default_device() -> torch.device:
                 f"cannot know which of {gpus} GPUs is its own; set LOCAL_RANK to its number on its machine, start with "
                 "torchrun, or join the process group with device_id"
             )
-        number = torch.cuda.current_device()
+        return mine.current_device()
     if number >= gpus:
         raise ConfigError(
-            f"LOCAL_RANK={number}: this process sees {gpus} GPU{'s' * (gpus != 1)} only; start as many ranks on a "
-            "machine as it has GPUs. Where each rank is shown its own GPU alone (CUDA_VISIBLE_DEVICES, Slurm's "
-            "--gpus-per-task), set LOCAL_RANK=0 or show it all"
+            f"{name}={number}: {_sees()} only; start as many ranks on a machine as it has GPUs. Where each rank is "
+            "shown its own GPU alone (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task), set LOCAL_RANK=0 or show it all"
         )
-    return torch.device("cuda", number)
+    return torch.device(mine.kind, number)
+
+
+_DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))
+"""What the drivers of NVIDIA's and AMD's GPUs leave to be seen."""
 
 
 def missing_gpu() -> str | None:
     """Why there is no GPU to run on; None where there is one, and where nothing tells that one is meant."""
-    if torch.cuda.is_available():
+    if accelerator().has_streams:
         return None
     if torch.version.cuda or torch.version.hip:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "" if shown is None else f" (CUDA_VISIBLE_DEVICES={shown})"
         return f"torch {torch.__version__} is built for GPUs and finds none to use{why}; nvidia-smi may say why"
-    if Path("/proc/driver/nvidia/version").exists():
+    if _DRIVERS[0].exists():
         return f"this machine has an NVIDIA driver, and torch {torch.__version__} is built for the CPU alone"
     return None
 
 
+def refuse_missing_gpu() -> None:
+    """A rank of a launch takes the CPU only where that is meant: the others, on other machines, may be on GPUs.
+
+    torch's usual build is one for GPUs, on a laptop too: so something else must tell of a GPU, a driver or
+    ``CUDA_VISIBLE_DEVICES``.
+
+    Raises:
+        ConfigError: a launcher has told this rank's number on its machine, torch is built for GPUs and finds none
+            though the machine has one or is said to, and ``DEEPZERO_DEVICE`` is not ``cpu``.
+    """
+    meant = os.environ.get("DEEPZERO_DEVICE") == "cpu" or not (torch.version.cuda or torch.version.hip)
+    told = re.match(r"\d|GPU|MIG", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    if meant or not (told or any(map(Path.exists, _DRIVERS))) or (why := missing_gpu()) is None:
+        return
+    name, number = _told_local_rank()
+    if number is not None:
+        raise ConfigError(f"{name}={number}: {_sees()}: {why}. Mend that, or run all ranks with DEEPZERO_DEVICE=cpu")
+
+
 @functools.cache
 def say_cpu(why: str) -> None:
-    """Say once, on rank 0, that the CPU is used where a GPU may have been meant."""
+    """Say once, on rank 0, that the CPU is used where a GPU may have been meant, and nothing refuses it."""
     if os.environ.get("RANK", "0") == "0":
         print(f"running on the CPU: {why}. DEEPZERO_DEVICE=cpu says that this is meant", file=sys.stderr, flush=True)
 
@@ -131,13 +168,12 @@ def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0)
         ConfigError: some but not all of the launcher's environment variables are set, or :func:`default_device`.
     """
     device = default_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    elif device.type == "cpu" and os.environ.get("DEEPZERO_DEVICE") != "cpu" and (why := missing_gpu()):
+    accelerator_of(device).set_device(device)
+    if device.type == "cpu" and os.environ.get("DEEPZERO_DEVICE") != "cpu" and (why := missing_gpu()):
         say_cpu(why)
     if is_initialized():
         return
-    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    backend = backend or accelerator_of(device).backend or dist.get_default_backend_for_device(device)
     timeout = timedelta(seconds=timeout_seconds)
     place = meet(timeout)
     where = {} if place is None else dict(zip(("store", "rank", "world_size"), place, strict=True))
@@ -273,7 +309,7 @@ def _talking_device() -> torch.device:
     try:
         dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     except RuntimeError:
-        return torch.device("cuda", torch.cuda.current_device())
+        return accelerator().current_device()
     return torch.device("cpu")
 
 

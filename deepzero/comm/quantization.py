@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepzero.device import accelerator_of
 from deepzero.layout import ALIGN, round_up
 from deepzero.utils.compile import CompilationError, compilation, compile_apart, compiled_once, why_not_compiled
 
@@ -296,8 +297,7 @@ class PlainKernel:
         """Room for a chunk, good until the next chunk **on the same stream**: streams do not wait for each other."""
         kept: dict[str, torch.Tensor] = self._kept.__dict__
         device, numel = like.device, like.numel()
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        key = f"{name} {device} {stream}"
+        key = f"{name} {device} {accelerator_of(device).current_stream(device).key}"
         if key not in kept or kept[key].numel() < numel:
             kept[key] = torch.empty(max(numel, CHUNK), dtype=dtype, device=device)
         return kept[key][:numel].view(like.shape)

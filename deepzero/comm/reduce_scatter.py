@@ -12,9 +12,9 @@ fills it. The life of a buffer::
 
 Two ways of summing:
 
-``exact``   every shard travels in the wire dtype to its owner, who adds the W contributions in fp32 **in rank order**.
-            The sum of an element then depends on nothing but its W contributions: not on the bucket it travelled in,
-            not on the stage, not on timing. It is also more accurate than adding in bf16 hop by hop along a ring.
+``exact``   every shard travels in the wire dtype to its owner, who adds the W contributions in fp32 **in rank order**,
+            one by one, to what earlier micro-batches have left. The sum then depends on the contributions alone: not on
+            bucket, stage, timing or W (``invariance.py``); it is also more accurate than adding in bf16 along a ring.
 ``native``  the backend's reduce-scatter or all-reduce in the wire dtype.
 
 Volume per rank: a bucket of B elements sends ``(W-1)/W * B``, in both. Beside ``exact`` a third way may be given, which
@@ -26,6 +26,7 @@ Sources: [stage-1 post] for the bucket; ``allreduce_bucket`` and ``reduce_ipg_gr
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ import torch
 
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.comm.exact_sum import Measure, Part, chunk_for
-from deepzero.comm.streams import BufferEvent, SideStream
+from deepzero.device import StreamEvent, accelerator_of
 from deepzero.layout import Bucket
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ ALL_GATHER_GRADIENTS = "gradients.all_gather"
 
 Key: TypeAlias = tuple[int, int]
 """Which bucket: its group's number, and its own within the group."""
+AroundSum: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
+"""What a sum is written in, in stream order: entered, the output holds what is added to; left, it may go elsewhere."""
 
 
 # ---- what is in flight -----------------------------------------------------------------------------------------------
@@ -59,8 +62,8 @@ class BucketBuffers:
     send: torch.Tensor  # 1-D, wire dtype, the largest bucket's extent
     # 1-D uint8: whatever a way of summing receives, or packs before it sends it. One room for all of them.
     recv_buffer: torch.Tensor
-    filled: BufferEvent  # the gradients are in `send`
-    free: BufferEvent  # the sum has been read out of `recv_buffer`
+    filled: StreamEvent  # the gradients are in `send`
+    free: StreamEvent  # the sum has been read out of `recv_buffer`
 
 
 @dataclass
@@ -73,12 +76,11 @@ class InflightReduce:
     output: torch.Tensor
     accumulate: bool
     on_chunk: Measure | None
-    on_reduced: Callable[[], None] | None
+    around_sum: AroundSum
     place: str  # the bucket's first parameter, for traces
     parts: list[Part] = field(default_factory=list)  # what has to be added up when `pending` is over
     pending: Pending | None = None
-    # qgZ alone: a second exchange comes after `pending`. It waits for the first, launches the second, and puts its
-    # `parts` and `pending` in their place.
+    # qgZ alone: waits for `pending`, launches a second exchange, and puts its `parts` and `pending` in their place.
     second_hop: Callable[[], None] | None = None
 
     def sent(self) -> list[torch.Tensor]:
@@ -121,7 +123,7 @@ class BucketReducer:
         if strategy is not None and (whole or method != "exact"):
             raise ValueError(f"method={method!r}, whole={whole}: another way stands beside exact sums of shards only")
         # The side stream for sums: the compute stream goes on with the backward pass. On a CPU they run in line.
-        self._lane = SideStream(comm.device)
+        self._lane = accelerator_of(comm.device).stream(comm.device)
         chunk = strategy.chunk if strategy is not None else chunk_for(comm.device_type, capacity // comm.world_size)
         self._scratch = torch.zeros(2 * chunk, dtype=torch.float32, device=comm.device)
         self._all_buffers = tuple(self._allocate(capacity) for _ in range(depth))
@@ -140,7 +142,7 @@ class BucketReducer:
         # Zeroed, so that the padding behind a shorter bucket is never read as garbage.
         send = torch.zeros(capacity, dtype=self.wire_dtype, device=device)
         recv_buffer = torch.zeros(recv_bytes, dtype=torch.uint8, device=device)
-        return BucketBuffers(send, recv_buffer, BufferEvent(device), BufferEvent(device))
+        return BucketBuffers(send, recv_buffer, *(accelerator_of(device).event(device) for _ in range(2)))
 
     def buffers(self) -> list[torch.Tensor]:
         """All memory that is kept and means nothing between two reductions."""
@@ -186,7 +188,7 @@ class BucketReducer:
         output: torch.Tensor,
         accumulate: bool,
         on_chunk: Measure | None = None,
-        on_reduced: Callable[[], None] | None = None,
+        around_sum: AroundSum = contextlib.nullcontext,
         group: int = 0,
         place: str = "",
     ) -> None:
@@ -194,10 +196,10 @@ class BucketReducer:
 
         Args:
             bucket: what the buffer holds.
-            output: this rank's shard of the sum, ``bucket.shard_numel`` elements; with ``whole``, all of it.
+            output: this rank's shard of the sum; with ``whole`` all of it, or the shard, if :meth:`gather` follows.
             accumulate: add to ``output`` instead of replacing it.
             on_chunk: called with this rank's shard of ``output``, in chunks, when it is written. Not with ``whole``.
-            on_reduced: called in stream order when ``output`` is written, to take it elsewhere, and add it there.
+            around_sum: makes the context in which ``output`` is written, for one that comes from elsewhere.
             group: the number of the bucket's group.
             place: the bucket's first parameter, for traces.
         """
@@ -205,16 +207,14 @@ class BucketReducer:
             # Nothing travels. The launch is counted all the same: one rank's ledger has as many calls as any other's.
             kind = ALL_REDUCE if self.whole and self.method == "native" else REDUCE_SCATTER
             self.comm.exchange(kind + self.suffix, [output], [output], 0, f"bucket {bucket.index}").wait()
-            if on_chunk is not None:
-                on_chunk(output, 0)
-            if on_reduced is not None:
-                on_reduced()
+            with around_sum():
+                if on_chunk is not None:
+                    on_chunk(output, 0)
             return
         buffers = self._free_buffers.popleft()
         buffers.filled.record()
         key = (group, bucket.index)
-        added_here = accumulate and on_reduced is None  # else where ``on_reduced`` takes it
-        inflight = InflightReduce(buffers, bucket, key, output, added_here, on_chunk, on_reduced, place)
+        inflight = InflightReduce(buffers, bucket, key, output, accumulate, on_chunk, around_sum, place)
         if self.strategy is not None and self.strategy.takes(key):
             # What packs and unpacks runs beside the backward pass, in the lane's order from here to the sum.
             with self._lane.running():
@@ -280,24 +280,26 @@ class BucketReducer:
                 inflight.second_hop()
             if inflight.pending is not None:
                 inflight.pending.wait()
-            gathers = self.whole and self.method == "exact"
+            gathers = self.whole and self.method == "exact" and bucket.shard_numel < inflight.output.numel()
             output = inflight.output.split(bucket.shard_numel)[comm.rank] if gathers else inflight.output
             # Undo the division of _launch_native, now that the sum is in fp32.
             factor = float(comm.world_size) if self.method == "native" and self.wire_dtype == torch.float16 else 1.0
-            comm.sum_in_rank_order(
-                output, inflight.parts, inflight.accumulate, self._scratch, factor, on_chunk=inflight.on_chunk
-            )
+            with inflight.around_sum():
+                comm.sum_in_rank_order(
+                    output, inflight.parts, inflight.accumulate, self._scratch, factor, on_chunk=inflight.on_chunk
+                )
             comm.chaos.poison(buffers.send, buffers.recv_buffer)
             if gathers:
-                # The second half of an exact all-reduce: the fp32 sums go to everybody, unrounded.
-                padding = (comm.world_size - 1) * bucket.padding_of(comm.rank)
-                kind, where = ALL_GATHER_GRADIENTS + self.suffix, f"bucket {bucket.index}"
-                self._gathers.append(comm.all_gather(kind, inflight.output, padding, where))
-            if inflight.on_reduced is not None:
-                inflight.on_reduced()
+                self.gather(bucket, inflight.output)
             # The next bucket may be laid into these buffers when the lane has come to this point.
             buffers.free.record()
         self._free_buffers.append(buffers)
+
+    def gather(self, bucket: Bucket, output: torch.Tensor) -> None:
+        """Launch the second half of an exact all-reduce: the fp32 sums in ``output`` go to everybody, unrounded."""
+        padding = (self.comm.world_size - 1) * bucket.padding_of(self.comm.rank)
+        kind, where = ALL_GATHER_GRADIENTS + self.suffix, f"bucket {bucket.index}"
+        self._gathers.append(self.comm.all_gather(kind, output, padding, where))
 
     def drain(self) -> None:
         """Finish everything under way. Afterwards the outputs may be read on the current stream.

@@ -1,7 +1,7 @@
 """DeepSpeed's ``get_accelerator()``: the device that ranks compute on, under the names of DeepSpeed's methods.
 
-It is a namespace of functions from three tables. On a GPU most are torch.cuda's own. On the CPU nothing runs beside the
-program, so there are no streams and events, and memory is what this process has of the host's.
+It is a namespace of functions from three tables. On a GPU most are torch's own for the device. On the CPU nothing runs
+beside the program, so there are no streams and events, and memory is what this process has of the host's.
 
 Source: ``accelerator/abstract_accelerator.py`` and its classes for CUDA and the CPU in [DeepSpeed].
 """
@@ -19,11 +19,11 @@ import torch
 from deepzero.comm import process_group
 from deepzero.compat import obey_ds_accelerator
 from deepzero.config.strict import ConfigError
+from deepzero.device import accelerator, accelerator_of, installed
 from deepzero.offload.pinned_arena import available_host_bytes
 from deepzero.runtime.consistency import check_precision
-from deepzero.runtime.diagnostics import peak_bytes, used_bytes
 
-_TORCH_CUDA = (
+_OF_TORCH = (
     "Event Stream current_device current_stream default_stream device_count empty_cache get_rng_state initial_seed "
     "is_available is_current_stream_capturing manual_seed manual_seed_all max_memory_allocated max_memory_reserved "
     "memory_allocated memory_reserved memory_stats reset_peak_memory_stats set_device set_rng_state stream synchronize"
@@ -47,26 +47,29 @@ def _pin(tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True)
     return tensor.pin_memory() if make_copy else torch.empty(size, dtype=tensor.dtype, pin_memory=True)
 
 
-def _on_cuda() -> dict[str, Any]:
-    return {name: getattr(torch.cuda, name) for name in _TORCH_CUDA.split()} | {
-        "available_memory": lambda device_index=None: torch.cuda.mem_get_info(device_index)[0],
-        "capture_to_graph": lambda graph, pool=None, stream=None: torch.cuda.graph(graph, pool, stream),
-        "create_graph": torch.cuda.CUDAGraph,
-        "default_generator": lambda device_index: torch.cuda.default_generators[device_index],
-        "is_triton_supported": lambda: torch.cuda.get_device_capability() >= (8, 0),
-        "lazy_call": torch.cuda._lazy_call,
+def _on_gpu(gpu: Any) -> dict[str, Any]:
+    """``gpu`` is torch's module for it."""
+    return {name: getattr(gpu, name) for name in _OF_TORCH.split()} | {
+        "available_memory": lambda device_index=None: gpu.mem_get_info(device_index)[0],
+        "capture_to_graph": lambda graph, pool=None, stream=None: gpu.graph(graph, pool, stream),
+        "create_graph": gpu.CUDAGraph,
+        "default_generator": lambda device_index: gpu.default_generators[device_index],
+        "is_triton_supported": lambda: gpu.get_device_capability() >= (8, 0),
+        "lazy_call": gpu._lazy_call,
         "pin_memory": _pin,
-        "range_pop": lambda domain=None: torch.cuda.nvtx.range_pop(),
-        "range_push": lambda msg, domain=None, category=None: torch.cuda.nvtx.range_push(msg),
+        "range_pop": lambda domain=None: gpu.nvtx.range_pop(),
+        "range_push": lambda msg, domain=None, category=None: gpu.nvtx.range_push(msg),
         "replay_graph": lambda graph: graph.replay(),
-        "total_memory": lambda device_index=None: torch.cuda.get_device_properties(device_index).total_memory,
+        "total_memory": lambda device_index=None: gpu.get_device_properties(device_index).total_memory,
     }
 
 
 def _on_cpu() -> dict[str, Any]:
     cpu, variables = torch.device("cpu"), os.environ
-    used, peak = (lambda device_index=None: used_bytes(cpu)), (lambda device_index=None: peak_bytes(cpu))
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    its = accelerator_of(cpu)
+    used = lambda device_index=None: its.memory_allocated(cpu)
+    peak = lambda device_index=None: its.max_memory_allocated(cpu)
+    physical = its.total_memory(cpu)
     told = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")
     return dict.fromkeys(_NOTHING_ON_CPU.split(), lambda *_, **__: None) | {
         "Event": None,
@@ -125,7 +128,7 @@ def _anywhere(kind: str, its: dict[str, Any]) -> dict[str, Any]:
         "is_bf16_supported": lambda: computes_in("bf16"),
         "is_fp16_supported": lambda: computes_in("fp16"),
         "is_pinned": lambda tensor: tensor.is_pinned(),
-        # Older names, which torch.cuda has given up.
+        # Older names, which torch has given up.
         "max_memory_cached": its["max_memory_reserved"],
         "memory_cached": its["memory_reserved"],
         "on_accelerator": lambda tensor: tensor.device.type == kind,
@@ -152,9 +155,11 @@ def get_accelerator() -> DeepSpeedAccelerator:
     if named and named != kind:
         raise ConfigError(
             f"DS_ACCELERATOR={named}, but this process computes on {kind}: torch finds "
-            f"{torch.cuda.device_count()} GPUs, DEEPZERO_DEVICE={os.environ.get('DEEPZERO_DEVICE', '')}; unset one"
+            f"{installed().device_count()} GPUs, DEEPZERO_DEVICE={os.environ.get('DEEPZERO_DEVICE', '')}; unset one"
         )
-    its = _on_cuda() if kind == "cuda" else _on_cpu()
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"get_accelerator() answers for cuda and cpu, and this process computes on {kind}")
+    its = _on_gpu(accelerator().module) if kind == "cuda" else _on_cpu()
     return DeepSpeedAccelerator(**its, **_anywhere(kind, its))
 
 

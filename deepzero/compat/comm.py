@@ -23,6 +23,7 @@ from deepzero.comm import collectives, flight_recorder, process_group
 from deepzero.comm.rendezvous import LOOPBACK, behind_closed_doors
 from deepzero.compat.names import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from deepzero.config.deepspeed_json import read_mapping
+from deepzero.runtime.zero.overlap_param_gather import wait_for_all
 from deepzero.utils.errors import ConfigError
 
 is_initialized = process_group.is_initialized
@@ -52,20 +53,12 @@ _MPI = [
 
 
 def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
-    verbose: bool = True,
-    timeout: timedelta = default_pg_timeout,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
-    *,
-    backend: str | None = None,
+    dist_backend: str | None = None, auto_mpi_discovery: bool = True,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True,
+    timeout: timedelta = default_pg_timeout, init_method: str | None = None, dist_init_required: bool | None = None,
+    config: Any = None, rank: int = -1, world_size: int = -1, *, backend: str | None = None,
     timeout_seconds: float | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Join the process group, and use this rank's GPU. Where the caller has joined one, do the second alone.
 
     Args:
@@ -77,7 +70,7 @@ def init_distributed(
         timeout: of every collective; the default is ten minutes, or ``DEEPSPEED_TIMEOUT`` minutes.
         init_method: ``env://``, which is the default, ``tcp://address:port`` or ``file://path``.
         dist_init_required: False refuses to join one here.
-        config: a configuration as a mapping or its file's path, whose ``comms_logger`` has to be off.
+        config: a configuration as a mapping or its file's path, for :func:`configure`.
         rank: of this process; wins over the environment's where it is not negative.
         world_size: how many ranks there are; in the same way.
         backend: deepzero's word for ``dist_backend``.
@@ -85,7 +78,7 @@ def init_distributed(
 
     Raises:
         ConfigError: an argument that cannot be used, or what the environment lacks.
-        NotImplementedError: from :func:`configure`.
+        NotImplementedError: ``config`` asks for DeepSpeed's ``comms_logger``.
     """
     for ours, theirs, both in (
         ("backend", "dist_backend", None not in (backend, dist_backend)),
@@ -132,12 +125,7 @@ def _discover_mpi(port: int, verbose: bool) -> None:
 
 
 def configure(deepspeed_config: Any = None, enabled: bool | None = None, **details: Any) -> None:
-    """Nothing to configure: collectives are not logged. A ``str`` is a path, or a configuration in base64.
-
-    Raises:
-        NotImplementedError: they shall be.
-        ConfigError: the file cannot be read.
-    """
+    """Nothing to configure: a NotImplementedError where collectives shall be logged, a ConfigError for a bad file."""
     if isinstance(deepspeed_config, str | os.PathLike):
         deepspeed_config = read_mapping(deepspeed_config)
     block = deepspeed_config.get("comms_logger") if isinstance(deepspeed_config, Mapping) else None
@@ -156,6 +144,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> None
 
 def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
     """Leave a group; without one that of all ranks, and so all."""
+    wait_for_all()  # what is still on its way needs the group
     process_group.shutdown() if group in (None, dist.group.WORLD) else dist.destroy_process_group(group)
 
 

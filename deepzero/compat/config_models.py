@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from deepzero.comm import process_group
+from deepzero.compat.optimizer_names import SCALE_ARGUMENTS
 from deepzero.config import deepspeed_keys as keys
 from deepzero.config.deepspeed_json import load_engine_config, read_mapping
 from deepzero.config.engine import EngineConfig, PrecisionConfig, resolve_batch
@@ -126,6 +127,11 @@ class DeepSpeedFP16Config(_FP16):
         known = {field.name: data[field.name] for field in fields(PrecisionConfig) if field.name in data}
         checked = build(PrecisionConfig, known, "fp16")
         return data | {name: getattr(checked, name) for name in known}
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """What DeepSpeed's ``LossScaleConfig`` takes."""
+        rest = (self.loss_scale_window, self.hysteresis, self.consecutive_hysteresis, self.min_loss_scale)
+        return dict(zip(SCALE_ARGUMENTS, (2**self.initial_scale_power, *rest), strict=True))
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:

@@ -26,8 +26,8 @@ import math
 import re
 import zipfile
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from pickle import UnpicklingError
@@ -37,7 +37,7 @@ import torch
 
 from deepzero.checkpoint.checkpoint_dir import check_tag, latest_tag
 from deepzero.checkpoint.errors import CheckpointError
-from deepzero.checkpoint.json_codec import DTYPES, encode
+from deepzero.checkpoint.json_codec import DTYPES, FACTORIES, encode
 from deepzero.checkpoint.manifest import (
     BUFFER,
     CLIENT,
@@ -57,15 +57,9 @@ from deepzero.checkpoint.reader import CheckpointReader, Run, read_rows
 
 log = logging.getLogger(__name__)
 
+LATEST_UNIVERSAL = "latest_universal"  # names the checkpoint that was converted last
 _FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_?(model|optim)_states\.pt")
 """A file's rank (none where one file serves all), its place in a model that is divided, and what it holds."""
-_CLASSES = (
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-)
-"""What DeepSpeed pickles besides tensors, containers and numbers."""
 _OWN = {
     "module", "optimizer", "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "dp_world_size",
     "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "buffer_names",
@@ -87,6 +81,25 @@ class _Foreign(_Inert):
     """Stands for an object of the caller's, or for a function's result: for nothing."""
 
     def __setstate__(self, _: Any) -> None: ...
+
+
+def _with_factory(factory: Any = None, *_: Any) -> Any:
+    """Stands for a defaultdict, which torch does not fill; ``encode`` knows it by its attribute."""
+    made = OrderedDict[Any, Any]()
+    made.default_factory = factory  # type: ignore[attr-defined]
+    return made
+
+
+_CLASSES: dict[str, Callable[..., Any]] = {
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": _Inert,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _Inert,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _Inert,
+    "deepspeed.utils.tensor_fragment.fragment_address": _Inert,
+    "collections.defaultdict": _with_factory,
+    **{f"{module}.{name}": kind for module in ("builtins", "__builtin__") for name, kind in FACTORIES.items()},
+}
+"""What DeepSpeed pickles besides tensors, containers and numbers, and what stands for it; of callers' client states a
+dictionary with a factory."""
 
 
 class TorchFileReader(CheckpointReader):
@@ -113,14 +126,12 @@ def read(load_dir: Path, tag: str | None, _: Any = None, weights: bool = False) 
         tag: which one; None: that of ``latest``, or where there is none of ``latest_universal``.
         weights: they are enough, so that client state and schedule may hold anything.
 
-    Raises:
-        CheckpointError: a file is missing or damaged, holds what is no plain data, or something of DeepSpeed's that
-            deepzero has no place for.
+    Raises a CheckpointError for what is missing or damaged, no plain data, or has no place in deepzero.
     """
     if tag is not None:
         check_tag(tag)
     known = tag
-    for file in (LATEST, "latest_universal"):
+    for file in (LATEST, LATEST_UNIVERSAL):
         if known is None and (known := latest_tag(load_dir, file)) is not None:
             check_tag(known, f"{load_dir / file} is damaged: {known!r} cannot be the name of a checkpoint")
     paths = [load_dir / tag] if tag else [load_dir, load_dir / (known or "")]
@@ -183,7 +194,7 @@ class _Checkpoint:
         if not zipfile.is_zipfile(path):
             raise CheckpointError(f"{path} is missing, truncated, or was not written by torch.save")
         try:
-            inert: list[Any] = [(_Inert, name) for name in _CLASSES]
+            inert: list[Any] = [(kind, name) for name, kind in _CLASSES.items()]
             if self.weights:  # what else there is stands for nothing, and nobody looks at it
                 unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - set(_CLASSES)
                 inert += [(_Foreign, name) for name in unsafe]
@@ -276,7 +287,7 @@ class _Checkpoint:
             dtype = self.row((BUFFER, name, self.first, module[name], 0, 0, module[name].numel()))
             buffers[name] = {"shape": list(module[name].shape), "dtype": dtype}
         tensors: dict[str, torch.Tensor] = {}
-        client = encode(self._client_state(), "client_state", tensors)
+        client = self._client_state(tensors)
         schedule = None if self.weights else self.said["lr_scheduler"]
         if schedule is not None:
             schedule = {"class": "", "state": encode(schedule, "lr_scheduler", tensors)}
@@ -297,16 +308,19 @@ class _Checkpoint:
             raise CheckpointError(f"{self.path} is not whole ({place}): {problem}")
         return manifest
 
-    def _client_state(self) -> dict[str, Any]:
+    def _client_state(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """What the caller has saved, as far as a checkpoint of ours could hold it; not for the sake of weights."""
-        kept = {}
+        pairs: list[Any] = []
         for key in () if self.weights else [key for key in self.said if key not in _OWN]:
+            found: dict[str, torch.Tensor] = {}
             try:
-                encode({key: self.said[key]}, "client_state", {})
-                kept[key] = self.said[key]
+                kept = encode({key: self.said[key]}, "client_state", found)
             except CheckpointError as error:
                 log.warning("%s: %s; it is left out, and everything else is read", self.path / self.first, error)
-        return kept
+                continue
+            pairs += kept.get("$dict") or [list(pair) for pair in kept.items()]
+            tensors |= found
+        return {"$dict": pairs}
 
     def _parameters(self) -> dict[str, ParameterInfo]:
         found: dict[str, ParameterInfo] = {}

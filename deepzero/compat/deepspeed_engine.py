@@ -13,13 +13,15 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from deepzero.checkpoint.checkpoint_dir import latest_tag
 from deepzero.checkpoint.checkpointer import Checkpointer
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.export import DEFAULT_MAX_SHARD
@@ -27,14 +29,16 @@ from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.compat import deepspeed_checkpoint, zero_to_fp32
 from deepzero.compat import parameters as _parameters  # noqa: F401  stage 3's get DeepSpeed's verbs
+from deepzero.compat.deepspeed_checkpoint import LATEST_UNIVERSAL
 from deepzero.compat.engine_getters import EngineGetters
 from deepzero.compat.lr_schedules import name_scheduler
 from deepzero.compat.optimizer_names import NoOptimizer, dress, freeze, refuse_to_train, undress, unfreeze
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
+from deepzero.device import accelerator_of
 from deepzero.offload.activations import build_host_activations
 from deepzero.offload.offload_states import StateOffloader
-from deepzero.runtime.diagnostics import gather_report, params_sha256, used_bytes, whole_state_dict
+from deepzero.runtime.diagnostics import gather_report, params_sha256, whole_state_dict
 from deepzero.runtime.engine import StepRecord
 from deepzero.utils.errors import MisuseError
 
@@ -48,22 +52,22 @@ class DeepSpeedEngine(EngineGetters):
     Arguments are those of :class:`~deepzero.runtime.engine.Engine`.
     """
 
+    made: ClassVar[weakref.WeakSet[DeepSpeedEngine]] = weakref.WeakSet()
+
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        config: EngineConfig,
-        lr_scheduler: Any = None,
-        total_steps: int | None = None,
-        comm: Communicator | None = None,
-    ) -> None:
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig, lr_scheduler: Any = None,
+        total_steps: int | None = None, comm: Communicator | None = None,
+    ) -> None:  # fmt: skip
         numel = sum(param.numel() for param in model.parameters())  # before stage 3 takes their elements away
+        in_order = [list(group["params"]) for group in optimizer.param_groups]  # before it holds fragments
         # What is frozen here is so for as long as this engine lives, whether it is destroyed or forgotten.
-        self._unfreeze = weakref.finalize(self, unfreeze, freeze(model, optimizer))
+        self._frozen = freeze(model, optimizer)
+        self._unfreeze = weakref.finalize(self, unfreeze, self._frozen)
         self._unfreeze.atexit = False
         try:
             super().__init__(model, optimizer, config, lr_scheduler, total_steps, comm)
-            self.model_numel, self.bytes_at_build = numel, used_bytes(self.device)
+            self.model_numel, self.bytes_at_build = numel, accelerator_of(self.device).memory_allocated(self.device)
+            self.optimizer_order = in_order
             self._add_parts()
         except BaseException:
             self._unfreeze()
@@ -71,6 +75,8 @@ class DeepSpeedEngine(EngineGetters):
 
     def _add_parts(self) -> None:
         """What DeepSpeed's engine has and the core's has not."""
+        self.made.add(self)
+        self._step_without_sync = -1  # the optimizer step in which ``no_sync`` was entered last
         self.collate_fn: Callable[[list[Any]], Any] | None = None
         dress(self)
         name_scheduler(self.lr_scheduler)
@@ -94,16 +100,11 @@ class DeepSpeedEngine(EngineGetters):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-        asynchronous: bool = False,
+        self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False, asynchronous: bool = False,
         keep_last: int | None = None,
-    ) -> bool:
-        """Save everything that training needs to go on. A collective; atomic: the folder ``tag`` appears when whole.
+    ) -> bool:  # fmt: skip
+        """Save everything that training needs to go on; True. A collective; atomic: the folder appears when whole.
 
         Args:
             save_dir: the folder that checkpoints lie in; made if it is not there.
@@ -115,9 +116,6 @@ class DeepSpeedEngine(EngineGetters):
             asynchronous: return after a copy was taken in memory, and write in the background. The next save, the end
                 of the program and :meth:`wait_for_checkpoint` wait for the end of this one.
             keep_last: remove older checkpoints whose tags differ from ``tag`` by digits only, but for the newest.
-
-        Returns:
-            True, as in DeepSpeed.
 
         Raises:
             CheckpointError: on every rank. What was saved before is untouched. An asynchronous save's failure is raised
@@ -132,62 +130,55 @@ class DeepSpeedEngine(EngineGetters):
         return True
 
     def wait_for_checkpoint(self) -> None:
-        """Return when the last asynchronous save is on the disk.
-
-        Raises:
-            CheckpointError: it failed.
-        """
+        """Return when the last asynchronous save is on the disk, or raise a CheckpointError if it failed."""
         self.checkpointer.wait()
 
     def save_16bit_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str | None = None,
-        exclude_frozen_parameters: bool = False,
+        self, save_dir: str | Path, save_filename: str | None = None, exclude_frozen_parameters: bool = False,
         max_shard_size: str | int = DEFAULT_MAX_SHARD,
-    ) -> bool:
-        """Save the model in the compute dtype as safetensors that Hugging Face's libraries read. A collective.
+    ) -> bool:  # fmt: skip
+        """Save the model in the compute dtype as safetensors that Hugging Face's libraries read; True. A collective.
 
-        Parameters are gathered one by one and written by rank 0 as they come. A model that is there is replaced when
-        the new one is complete. The files are those of ``python -m tools.export`` with this dtype.
+        Parameters are gathered one by one and written by rank 0 as they come, as by ``python -m tools.export``. A model
+        that is there is replaced when the new one is complete.
 
         Args:
             save_dir: the folder; made if it is not there.
-            save_filename: of the file; None: ``model.safetensors``.
+            save_filename: of the file; None: ``model.safetensors``. A name in ``.bin`` or ``.pt`` is a file of
+                ``torch.save``, undivided (no ``max_shard_size``), for which rank 0's host holds the whole model.
             exclude_frozen_parameters: leave out parameters that are not trained.
             max_shard_size: a larger model is divided among several files and an index.
 
-        Returns:
-            True, as in DeepSpeed.
-
         Raises:
-            CheckpointError: on every rank; what was there before is untouched. A name that ends in ``.bin`` or ``.pt``
-                is refused, as nothing is ever pickled.
+            CheckpointError: on every rank; what was there before is untouched.
 
         Source: ``save_16bit_model`` in ``runtime/engine.py`` of [DeepSpeed], which writes ``pytorch_model.bin``.
         """
+        if str(save_filename).endswith((".bin", ".pt")):
+            self.check("save_16bit_model")
+            self.finish_delayed_update()
+            path = Path(save_dir).expanduser() / str(save_filename)
+            state_dict = partial(self._consolidated_16bit_state_dict, exclude_frozen_parameters)
+            zero_to_fp32.save_by_torch(path, state_dict, max_shard_size)
+            return True
         self.checkpointer.save_16bit_model(save_dir, save_filename, not exclude_frozen_parameters, max_shard_size)
         return True
 
     save_fp16_model = save_16bit_model
 
     def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
+        self, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
         custom_load_fn: None = None,
-    ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
+    ) -> tuple[str, dict[str, Any]] | tuple[None, None]:  # fmt: skip
         """Go on where a checkpoint was saved, by any number of ranks in any stage. A collective.
 
         Args:
             load_dir: the folder that checkpoints were saved to, or one checkpoint: deepzero's, or DeepSpeed's own of
                 stages 1 to 3 and universal ones (``docs/checkpoints.md``). With ``load_module_only`` also a folder
                 with ``model.safetensors`` or its index, or one safetensors file: see ``docs/export.md``.
-            tag: which one; None: the one that ``latest`` names.
+            tag: which one; None: the one that ``latest`` names, or with ``checkpoint.load_universal`` the one of
+                ``latest_universal`` if that is there.
             load_module_strict: False loads the parameters and buffers that model and checkpoint have in common.
             load_optimizer_states: False leaves moments and hyper-parameters of the optimizer as they are.
             load_lr_scheduler_states: False leaves the schedule where it is.
@@ -199,9 +190,8 @@ class DeepSpeedEngine(EngineGetters):
             nothing has been saved yet: no folder, or an empty one (but weights alone have to be there).
 
         Raises:
-            CheckpointError: on every rank, with the file and what is wrong. It is of another model, is not complete, is
-                damaged. Damage in the middle of a file may be found when some tensors are filled already; then every
-                use of the engine raises until a load succeeds.
+            CheckpointError: on every rank, with the file and what is wrong: of another model, not complete, damaged.
+                Where that is found when some tensors are filled, every use of the engine raises until a load succeeds.
 
         Source: ``load_checkpoint`` in ``runtime/engine.py`` of [DeepSpeed]; there a missing ``latest`` is a warning
         also where checkpoints are.
@@ -211,6 +201,9 @@ class DeepSpeedEngine(EngineGetters):
                 "load_checkpoint(custom_load_fn=…): deepzero fills partitions and has no whole state dict to give; "
                 "give the model other names or values before deepzero.initialize, or use load_module_strict=False"
             )
+        latest = Path(load_dir).expanduser() / LATEST_UNIVERSAL
+        if tag is None and self.config.load_universal and latest.is_file():
+            tag = latest_tag(latest.parent, LATEST_UNIVERSAL)
         return self.checkpointer.load(
             load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
         )
@@ -234,18 +227,27 @@ class DeepSpeedEngine(EngineGetters):
         self.module.load_state_dict(state_dict, strict=strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``.grad`` of the model's parameters, where no gradient of the step under way is: harmless at any time.
+        """Clear ``.grad`` of the model's parameters, where no gradient of the step under way is.
 
-        As in DeepSpeed, so that scripts which call it before every micro-batch accumulate all the same.
-        ``discard_gradients`` drops what has been accumulated.
+        As in DeepSpeed it is harmless where the engine accumulates, so that scripts may call it before every
+        micro-batch. In a step with :meth:`no_sync` the script accumulates itself: there the sums of the step
+        are dropped, and its micro-batches stay counted.
         """
         self.module.zero_grad(set_to_none)
+        if self._step_without_sync == self.global_steps:
+            count = self.micro_steps
+            self.discard_gradients()
+            self.micro_steps = count
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As in DDP: no reduction inside, and :meth:`zero_grad` drops what has been accumulated in this step."""
+        with super().no_sync():
+            self._step_without_sync = self.global_steps
+            yield
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """The model's whole state dict in the compute dtype on rank 0's CPU; None on other ranks. A collective.
-
-        Hugging Face's accelerate takes this name in stage 3; here it works in every stage.
-        """
+        """The model's whole state dict in the compute dtype on rank 0's CPU; None on other ranks. A collective."""
         state = whole_state_dict(self.module, not exclude_frozen_parameters, on_cpu_of_rank_0=True)
         return state if self.global_rank == 0 else None
 
@@ -259,11 +261,7 @@ class DeepSpeedEngine(EngineGetters):
             self.zero.stage3.clear()
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Compile the module with ``torch.compile``: stages 0 to 2, whose parameters stay where they are.
-
-        Raises:
-            MisuseError: stage 3. Compile the model, or its blocks, before ``initialize``: then each is fetched as one.
-        """
+        """Compile the module with ``torch.compile``: stages 0 to 2, whose parameters stay; a MisuseError in stage 3."""
         if self.config.zero.stage == 3:
             raise MisuseError(
                 "engine.compile in zero stage 3 would compile the hooks that fetch parameters; compile the model or "
@@ -281,13 +279,9 @@ class DeepSpeedEngine(EngineGetters):
         """A loader of this rank's micro-batches, as many on every rank.
 
         The last one may be smaller, and the first samples come twice where the ranks do not divide their number; with
-        ``dataloader_drop_last`` both are dropped instead.
-
-        The route ``train`` has an order that ``loader.sampler.set_epoch`` shuffles anew; others keep the dataset's.
-        ``collate_fn`` is ``initialize``'s where none is given. Batches are in locked memory on a GPU only.
-
-        Raises:
-            ConfigError: a route that is none; an iterable dataset on several ranks.
+        ``dataloader_drop_last`` both are dropped instead. The route ``train`` has an order that
+        ``loader.sampler.set_epoch`` shuffles anew; others keep the dataset's. ``collate_fn`` is ``initialize``'s where
+        none is given. Raises a ConfigError for a route that is none and for an iterable dataset on several ranks.
         """
         if route not in ROUTES:
             raise ConfigError(f"deepspeed_io(route={route!r}): routes are {', '.join(ROUTES)}")
@@ -304,19 +298,15 @@ class DeepSpeedEngine(EngineGetters):
             data_sampler = DistributedSampler(dataset, *ranks, shuffle=shuffle, drop_last=drop_last)
         return DataLoader(
             dataset, batch_size or self.batch.micro_batch, sampler=data_sampler, collate_fn=collate_fn,
-            pin_memory=pin_memory and self.device.type == "cuda", num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and accelerator_of(self.device).has_streams, num_workers=num_local_io_workers or 0,
             drop_last=drop_last,
         )  # fmt: skip
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Let further optimizer steps have other numbers of micro-batches. Between two steps; on every rank.
 
-        What the report predicts is still of the number that the engine was built with.
-
-        Raises:
-            ConfigError: it does not divide by micro-batch and ranks.
-            MisuseError: within a step; or gradients would be summed in the compute dtype, as the engine was built
-                without room for wider sums of several micro-batches (stages 0 and 1 in bf16 or fp16).
+        What the report predicts is still of the number that the engine was built with. Raises a ConfigError where it
+        does not divide, and a MisuseError within a step or where wider sums have no room (stages 0 and 1 in 16 bits).
         """
         whole = dataclasses.replace(self.config, train_batch_size=train_batch_size, gradient_accumulation_steps=None,
                                     train_micro_batch_size_per_gpu=self.batch.micro_batch)  # fmt: skip
@@ -326,7 +316,7 @@ class DeepSpeedEngine(EngineGetters):
         narrow = dtypes.compute != dtypes.accumulation and not any(
             flat is not None for flat in self.zero.unreduced.flat
         )
-        if batch.accumulation > 1 and self.config.zero.stage < 2 and narrow:
+        if batch.accumulation > 1 and not self.zero.stage.gradients.every_pass and narrow:
             raise MisuseError(
                 f"set_train_batch_size({train_batch_size}): the engine was built for one micro-batch, and the sum of "
                 f"{batch.accumulation} would be kept in {dtypes.compute}. Start with gradient_accumulation_steps of at "
@@ -348,8 +338,7 @@ class DeepSpeedEngine(EngineGetters):
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduce this step's gradients now, and not in :meth:`step`. A collective, after the step's last backward pass.
 
-        In stages 2 and 3 they are reduced as they come, and this waits for the last. A further pass is added to them.
-        ``bucket_size`` may be DeepSpeed's default, or the configuration's.
+        In stages 2 and 3 this waits for the last. ``bucket_size`` may be DeepSpeed's default, or the configuration's.
         """
         if bucket_size not in (None, 500_000_000, self.config.zero.reduce_bucket_size):
             raise ConfigError(
@@ -381,42 +370,32 @@ class DeepSpeedEngine(EngineGetters):
     # ---- states on the host ------------------------------------------------------------------------------------------
 
     def offload_states(
-        self,
-        include: Iterable[str | Enum] | str | None = None,
-        device: Any = "cpu",
-        pin_memory: bool = True,
+        self, include: Iterable[str | Enum] | str | None = None, device: Any = "cpu", pin_memory: bool = True,
         non_blocking: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Move model states to host memory and give the device's memory back. A collective.
 
-        What is away already stays away. Gradients of an optimizer step that is not complete are kept; an asynchronous
-        save is waited for. Views that the program itself holds of moved tensors (a ``state_dict`` that was taken
-        before) must not be read meanwhile.
+        Gradients of an optimizer step that is not complete are kept; an asynchronous save is waited for. Views that the
+        program itself holds of moved tensors (a ``state_dict`` that was taken before) must not be read meanwhile.
 
         Args:
             include: which, of :data:`STATES` or DeepSpeed's ``OffloadStateTypeEnum``; None: all.
             device: ``cpu``, the only one.
             pin_memory: lock the host's pages, without which copies are slow and never in the background.
-            non_blocking: return while copies are under way. The device is in order: what is issued there afterwards
-                comes after them. The memory is then this process's, for whatever it computes; without, it is given back
-                to the system, and other processes have it.
+            non_blocking: return while copies are under way, which the device does before what is issued afterwards. The
+                memory is then this process's; without, it is given back to the system.
 
         Raises:
             ValueError: an unknown name or device.
             HostMemoryError: a host has not enough memory; on every rank, and nothing has been moved.
-            RuntimeError: inside a backward pass or ``GatheredParameters``, after a pass that broke off, after
-                ``destroy``.
+            RuntimeError: inside a backward pass or ``GatheredParameters``, after one broke off, after ``destroy``.
         """
         self.offloader.offload(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move everything that is away back to the device, to the bits that it had. Nothing to do is no error.
+        """Move what is away back to the device, with ``non_blocking`` in the background: it waits for itself.
 
-        Args:
-            non_blocking: return while copies are under way; the device waits for them by itself.
-
-        Raises:
-            torch.OutOfMemoryError: the device has no room for it. What has not come back yet is still away.
+        A torch.OutOfMemoryError says that there is no room; what has not come back yet is still away.
         """
         self.offloader.reload(non_blocking)
 
@@ -428,6 +407,20 @@ class DeepSpeedEngine(EngineGetters):
             self.checkpointer.close()
             undress(self.optimizer)
             self._unfreeze()
+
+    @classmethod
+    def of(cls, model: Any) -> DeepSpeedEngine | None:
+        """The engine that has this very model."""
+        return next((one for one in cls.made if one.module is model and not one.state.destroyed), None)
+
+    @contextlib.contextmanager
+    def unfrozen(self) -> Iterator[None]:
+        """What this engine has frozen requires gradients inside, as after :meth:`destroy`."""
+        unfreeze(self._frozen)
+        try:
+            yield
+        finally:
+            unfreeze(self._frozen, trains=False)
 
     # ---- the whole run -----------------------------------------------------------------------------------------------
 
@@ -452,7 +445,6 @@ class DeepSpeedEngine(EngineGetters):
     def request_stop(self) -> None:
         """Ask for an orderly end; from any thread of any rank. After the next step ``engine.stopping`` is True on all.
 
-        A signal reaches ranks at different instants, and some of them perhaps a step later. The word travels with the
-        step's agreement, at no cost, so that all leave the loop at the same place.
+        The word travels with the step's agreement, so that all leave the loop at the same place.
         """
         self.state.asked_to_stop = True

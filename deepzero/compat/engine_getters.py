@@ -1,4 +1,4 @@
-"""DeepSpeed's getters: what an engine says of its sizes, settings and last step. Nothing here changes anything.
+"""DeepSpeed's getters: what an engine says of its sizes, settings and last step. Nothing here changes the engine.
 
 Source: the properties and methods of these names in ``runtime/engine.py`` of [DeepSpeed].
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -15,24 +16,27 @@ from torch.utils.data import DataLoader
 
 from deepzero.comm import process_group
 from deepzero.comm.flight_recorder import world_group
-from deepzero.config.engine import EngineConfig
+from deepzero.runtime import invariance
 from deepzero.runtime.diagnostics import gradient_norms
 from deepzero.runtime.engine import Engine
 
 _SAME = "zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"
 _ZERO = "reduce_scatter overlap_comm sub_group_size reduce_bucket_size allgather_bucket_size"
 _ZERO_3 = "max_live_parameters max_reuse_distance prefetch_bucket_size param_persistence_threshold"
-SETTINGS: dict[str, str] = {
-    "gradient_clipping": "gradient_clipping", "steps_per_print": "steps_per_print",
-    "zero_optimization_stage": "zero.stage", "zero_partial_offload": "zero.offload_optimizer.ratio",
-    "fp16_auto_cast": "precision.auto_cast",
-    **{name: f"zero.{name}" for name in _SAME.split()},
-    **{f"zero_{name}": f"zero.{name}" for name in _ZERO.split()},
-    **{f"zero_{name}": f"zero.stage3_{name}" for name in _ZERO_3.split()},
+PLACES: dict[str, str] = {
+    "gradient_clipping": "config.gradient_clipping", "steps_per_print": "config.steps_per_print",
+    "zero_optimization_stage": "config.zero.stage", "zero_partial_offload": "config.zero.offload_optimizer.ratio",
+    "fp16_auto_cast": "config.precision.auto_cast", "load_universal_checkpoint": "config.load_universal",
+    "get_data_parallel_rank": "comm.rank",
+    "train_batch_size": "batch.global_batch", "train_micro_batch_size_per_gpu": "batch.micro_batch",
+    "gradient_accumulation_steps": "batch.accumulation", "was_step_applied": "state.applied",
+    **{name: f"config.zero.{name}" for name in _SAME.split()},
+    **{f"zero_{name}": f"config.zero.{name}" for name in _ZERO.split()},
+    **{f"zero_{name}": f"config.zero.stage3_{name}" for name in _ZERO_3.split()},
 }  # fmt: skip
-"""Method → where its answer stands in the :class:`~deepzero.config.engine.EngineConfig`."""
+"""Method → where its answer stands in the engine."""
 
-ANSWERS: dict[str, Callable[[EngineConfig], Any]] = {
+ANSWERS: dict[str, Callable[[Any], Any]] = {
     "zero_optimization": lambda config: config.zero.stage > 0,
     "zero_optimization_partition_gradients": lambda config: config.zero.stage >= 2,
     "zero_optimization_partition_weights": lambda config: config.zero.stage == 3,
@@ -49,11 +53,20 @@ ANSWERS: dict[str, Callable[[EngineConfig], Any]] = {
     "scheduler_name": lambda config: config.scheduler.type if config.scheduler else None,
     "scheduler_params": lambda config: dict(config.scheduler.params) if config.scheduler else None,
 }
-"""Method → its answer, worked out of the settings."""
+"""Method → its answer, worked out of the :class:`~deepzero.config.engine.EngineConfig`."""
+
+OF_THE_STEP: dict[str, Callable[[Any], Any]] = {
+    "get_batch_info": lambda its: (its.batch.global_batch, its.batch.micro_batch, its.batch.accumulation),
+    "get_global_grad_norm": lambda its: its.last_step.grad_norm if its.last_step is not None else None,
+    "get_lr": lambda its: [group["lr"] for group in its.optimizer.param_groups],
+    "get_mom": lambda its: [group.get("betas", group.get("momentum", 0.0)) for group in its.optimizer.param_groups],
+}
+"""Method → its answer, worked out of the engine: sizes (of a step, of a micro-batch, micro-batches), the last step's
+gradient norm before clipping (``inf`` when it was skipped), rates and momenta of the param groups."""
 
 ALWAYS: list[tuple[Any, str]] = [
     (True, "postscale_gradients managed_gradient_accumulation checkpoint_tag_validation_enabled "
-           "checkpoint_tag_validation_fail load_universal_checkpoint zero_contiguous_gradients "
+           "checkpoint_tag_validation_fail zero_contiguous_gradients "
            "zero_allgather_partitions zero_load_from_fp32_weights zero_ignore_unused_parameters zero_compute_grad_norm "
            "zero_gather_16bit_weights_on_model_save zero_allow_untested_optimizer zero_multi_rank_bucket_allreduce"),
     (False, "wall_clock_breakdown memory_breakdown dump_state flops_profiler_enabled autotuning_enabled "
@@ -61,7 +74,7 @@ ALWAYS: list[tuple[Any, str]] = [
             "use_node_local_storage zero_elastic_checkpoint zero_legacy_stage1 zero_nvme_offload_optimizer "
             "zero_round_robin_gradients zero_force_ds_cpu_optimizer zero_allgather_sequential super_offload "
             "is_sanity_checks_enabled is_deepcompile_enabled is_deepcompile_active fp16_master_weights_and_gradients "
-            "bf16_master_weights_and_gradients bf16_optimizer_states"),
+            "bf16_master_weights_and_gradients bf16_optimizer_states sparse_gradients_enabled"),
     (0, "get_tensor_parallel_rank get_model_parallel_rank zero_module_granularity_threshold"),
     (1, "autotp_size"),
     (1.0, "gradient_predivide_factor"),
@@ -111,41 +124,40 @@ class EngineGetters(Engine):
     inside_no_sync_ctxt = property(attrgetter("state.inside_no_sync"))
     is_compiled = property(lambda self: self.module._compiled_call_impl is not None)
     mp_world_size = 1
+    sparse_tensor_module_names: frozenset[str] = frozenset()  # nothing is reduced sparse
     mpu = seq_parallel_group = None
     pipeline_parallelism = has_moe_layers = False
     local_rank = property(lambda self: process_group.local_rank())
     device = property(attrgetter("comm.device"))
     ledger = property(attrgetter("comm.ledger"))
     stage = property(attrgetter("zero.stage"))
+    loss_scale = cur_scale = property(attrgetter("scaler.scale"))  # of the next loss; 1 outside fp16
 
-    # ---- batch -------------------------------------------------------------------------------------------------------
+    # ---- bits --------------------------------------------------------------------------------------------------------
 
-    def train_batch_size(self) -> int:
-        """Sequences per optimizer step over all ranks."""
-        return self.batch.global_batch
+    def describe_bits(self) -> str:
+        """One line: whether the run's bits depend on the number of ranks, and why. See ``runtime/invariance.py``."""
+        reasons = invariance.dependences(self.config, self.module, self.device)
+        return invariance.describe(reasons, self.batch, self.device)
 
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Sequences in one forward pass of one rank."""
-        return self.batch.micro_batch
+    def seed_micro_batch(self, seed: int) -> None:
+        """Seed Python's, numpy's and torch's generators for the micro-batch that comes next, whichever rank makes it.
 
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.batch.accumulation
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Sequences per optimizer step, sequences per micro-batch of a rank, micro-batches per optimizer step."""
-        return self.batch.global_batch, self.batch.micro_batch, self.batch.accumulation
+        Called before its forward pass it makes dropout a function of ``seed``, step and micro-batch: the same on any
+        number of ranks, and after a resume.
+        """
+        number = self.micro_steps % self.batch.accumulation * self.world_size + self.global_rank
+        invariance.seed_generators(self.device, seed, self.global_steps, number)
 
     # ---- offload -----------------------------------------------------------------------------------------------------
 
     def offload_report(self) -> dict[str, dict[str, float]]:
         """This rank's pipeline between device and host in the last step, part by part; empty without offload.
 
-        Returns:
-            For ``gradients_to_host``, ``optimizer_step``, ``parameters_to_device`` and ``parameters_fetch``, as far as
-            there are such: ``bytes``, ``seconds`` under way, ``gb_per_second``, and ``hidden``, the part of those
-            seconds (0 to 1) in which neither the program nor the compute stream stood still for it. Without a GPU
-            copies are made in line, and nothing is hidden but a delayed update.
+        For ``gradients_to_host``, ``gradients_to_device`` (what more is added to), ``optimizer_step``,
+        ``parameters_to_device`` and ``parameters_fetch``: ``bytes``, ``seconds`` under way, ``gb_per_second``, and
+        ``hidden``, the part of those seconds (0 to 1) in which neither program nor compute stream stood still. Without
+        a GPU nothing is hidden but a delayed update.
         """
         return self.zero.offload_report()
 
@@ -161,11 +173,9 @@ class EngineGetters(Engine):
     # ---- quantisation ------------------------------------------------------------------------------------------------
 
     def quantization_report(self) -> dict[str, Any]:
-        """What the error meter has read last: signal-to-noise ratios in dB; empty where nothing is quantised.
+        """What the error meter has read last, in dB, by bucket, for ``weights`` and ``gradients``; empty without one.
 
-        Returns:
-            ``weights`` and ``gradients``, each by bucket; ``unquantized``, what fell below a bound and travels as it
-            is.
+        ``unquantized`` names what fell below a bound and travels as it is.
         """
         meter = self.zero.meter
         return meter.readings() if meter is not None else {}
@@ -184,44 +194,13 @@ class EngineGetters(Engine):
     def gradient_norms(self) -> dict[str, float]:
         """The last step's gradient norm, layer by layer, before clipping: ``gradients/LAYER``. A collective.
 
-        It is made of what the global norm was made of, so that no gradient is read again: one addition for each block
-        of ``ALIGN`` of a rank's elements (``grad_norm.py``). A rank adds up what it has of each layer, and one gather
-        brings 8 bytes a layer from every rank to every rank. Empty before the first step, and after a step that was
-        skipped.
+        It is made of what the global norm was made of (``grad_norm.py``), so that no gradient is read again; one gather
+        brings 8 bytes a layer to every rank. Empty before the first step and after one that was skipped.
         """
         if self.last_step is None or self.last_step.skipped:
             return {}
         divisor = self.world_size * self.batch.accumulation * self.last_step.loss_scale
         return gradient_norms(self.zero.groups, self.zero.stage.gradients.param_norm_sq(), divisor, self.device)
-
-    def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradients before clipping; ``inf`` when it was skipped, None before the first."""
-        return self.last_step.grad_norm if self.last_step is not None else None
-
-    def was_step_applied(self) -> bool:
-        """Whether the last call of ``step`` changed the parameters."""
-        return self.state.applied
-
-    @property
-    def loss_scale(self) -> float:
-        """The scale that the next loss is multiplied by; 1 outside fp16."""
-        return self.scaler.scale
-
-    cur_scale = loss_scale
-
-    # ---- optimizer ---------------------------------------------------------------------------------------------------
-
-    def get_lr(self) -> list[float]:
-        """Learning rate of every param group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def get_mom(self) -> list[Any]:
-        """Momentum of every param group: ``betas`` where the optimizer has them, else ``momentum``, else 0."""
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
-
-    def get_data_parallel_rank(self) -> int:
-        """This rank among those that share the data: all of them."""
-        return int(self.comm.rank)
 
     def __getattr__(self, name: str) -> Any:
         """What the engine has not is the module's, as in DeepSpeed: ``engine.generate``."""
@@ -240,23 +219,28 @@ class EngineGetters(Engine):
         raise AttributeError(f"neither {type(self).__name__} nor its module has an attribute {name!r}")
 
 
-def _getter(name: str, answer: Callable[[EngineConfig], Any]) -> None:
+def _getter(name: str, answer: Callable[[Any], Any]) -> None:
     def getter(self: EngineGetters) -> Any:
-        return answer(self.config)
+        return answer(self)
 
     getter.__name__, getter.__qualname__ = name, f"EngineGetters.{name}"
-    getter.__doc__ = f"What the settings say. Source: ``{name}`` of [DeepSpeed]'s engine."
+    getter.__doc__ = f"What the engine says of it. Source: ``{name}`` of [DeepSpeed]'s engine."
     setattr(EngineGetters, name, getter)
 
 
-def _constant(value: Any) -> Callable[[EngineConfig], Any]:
-    return lambda config: value
+def _of_config(answer: Callable[[Any], Any], its: EngineGetters) -> Any:
+    return answer(its.config)
 
 
-for _name, _path in SETTINGS.items():
-    _getter(_name, attrgetter(_path))
-for _name, _answer in ANSWERS.items():
+def _same(value: Any, _: EngineGetters) -> Any:
+    return value
+
+
+GETTERS: dict[str, Callable[[Any], Any]] = {
+    **{name: attrgetter(place) for name, place in PLACES.items()},
+    **{name: partial(_of_config, answer) for name, answer in ANSWERS.items()},
+    **OF_THE_STEP,
+    **{name: partial(_same, value) for value, names in ALWAYS for name in names.split()},
+}
+for _name, _answer in GETTERS.items():
     _getter(_name, _answer)
-for _value, _names in ALWAYS:
-    for _name in _names.split():
-        _getter(_name, _constant(_value))

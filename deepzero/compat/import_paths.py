@@ -43,7 +43,7 @@ _LINES = {
     "OPTIMIZER_STATE_DICT PARAM PARAM_GROUPS PARAM_SHAPES SINGLE_PARTITION_OF_FP32_GROUPS UNIVERSAL_CHECKPOINT_INFO "
     "ZERO_STAGE PARTITION_COUNT BUFFER_NAMES",
     "checkpoint.ds_to_universal": "deepzero.compat.zero_to_fp32: main=convert_to_universal",
-    "checkpoint.utils": "deepzero.compat.checkpoint_utils: *",
+    "checkpoint.utils": "deepzero.compat.utilities: clone_tensors_for_torch_save get_model_ckpt_name_for_rank",
     "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing: *",
     "comm": _COMM,
     "comm.comm": _COMM,
@@ -82,7 +82,9 @@ _LINES = {
     "runtime.engine": "deepzero: DeepSpeedEngine; !timers: EngineTimers",
     "runtime.fp16": "",
     "runtime.fp16.fused_optimizer": "!optimizer wrapper: FP16_Optimizer",
-    "runtime.fp16.loss_scaler": "deepzero.runtime.loss_scaler: *",
+    "runtime.fp16.loss_scaler": f"deepzero.runtime.loss_scaler: *; {_NAMES} LossScaleConfig "
+    "CreateLossScaler; =: INITIAL_LOSS_SCALE=init_scale SCALE_WINDOW DELAYED_SHIFT "
+    "CONSECUTIVE_HYSTERESIS MIN_LOSS_SCALE=min_scale",
     "runtime.fp16.unfused_optimizer": "!optimizer wrapper: FP16_UnfusedOptimizer",
     "runtime.lr_schedules": "deepzero.compat.lr_schedules: *",
     "runtime.pipe": "deepspeed.pipe: *",

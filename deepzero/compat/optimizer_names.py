@@ -12,7 +12,7 @@ Source: the attributes of these names in ``runtime/zero/stage_1_and_2.py``, ``ru
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,9 +20,9 @@ from torch import nn
 
 from deepzero.comm.flight_recorder import world_group
 from deepzero.runtime.engine import Engine
-from deepzero.runtime.loss_scaler import GROWTH, LossScaler
+from deepzero.runtime.loss_scaler import GROWTH, DynamicLossScaler, LossScaler
 from deepzero.runtime.zero.guards import check_unclaimed
-from deepzero.utils.errors import MisuseError
+from deepzero.utils.errors import ConfigError, MisuseError
 
 
 class LossScalerNames:
@@ -46,6 +46,45 @@ class LossScalerNames:
         return getattr(self._scaler, self.NAMES[name])
 
 
+class LossScaleConfig(LossScalerNames):
+    """A loss scale from DeepSpeed's arguments, as of ``DeepSpeedFP16Config``; an engine's is made from its config."""
+
+    def __init__(
+        self, low_precision_dtype: torch.dtype, dynamic_loss_scale: bool, static_loss_scale: float,
+        dynamic_loss_args: Mapping[str, Any] | None, *, profile: str = "fused",
+        initial_dynamic_scale: float | None = None,
+    ) -> None:  # fmt: skip
+        if profile not in PROFILES:
+            raise ConfigError(f"LossScaleConfig(profile={profile!r}): it is one of {', '.join(PROFILES)}")
+        self.use_grad_scaling = low_precision_dtype == torch.float16
+        if self.use_grad_scaling and dynamic_loss_scale:
+            given = dynamic_loss_args
+            if given is None:
+                first, least = PROFILES[profile]
+                given = {"init_scale": initial_dynamic_scale or first, "min_scale": least}
+            super().__init__(DynamicLossScaler(**{SCALE_ARGUMENTS.get(key, key): given[key] for key in given}))
+        else:
+            super().__init__(LossScaler(static_loss_scale if self.use_grad_scaling else 1.0))
+
+
+def CreateLossScaler(
+    dtype: torch.dtype, static_loss_scale: float, dynamic_scaling: bool, dynamic_loss_args: Mapping[str, Any] | None
+) -> LossScalerNames:
+    """A loss scaler from DeepSpeed's arguments. AssertionError: a dynamic one without ``dynamic_loss_args``."""
+    if dtype == torch.float16 and dynamic_scaling and dynamic_loss_args is None:
+        raise AssertionError("CreateLossScaler(dynamic_scaling=True) needs dynamic_loss_args")
+    return LossScaleConfig(dtype, dynamic_scaling, static_loss_scale, dynamic_loss_args)
+
+
+PROFILES = {"fused": (2.0**32, 1.0), "unfused": (2.0**16, 0.25)}
+"""DeepSpeed's profile → a dynamic scale's first and smallest, where no arguments say them."""
+SCALE_ARGUMENTS = {
+    "init_scale": "initial_scale", "scale_window": "window", "delayed_shift": "hysteresis",
+    "consecutive_hysteresis": "consecutive_hysteresis", "min_scale": "min_scale",
+}  # fmt: skip
+"""DeepSpeed's names of a dynamic scale's arguments → ours."""
+
+
 class ParameterOffloadNames:
     """What is taken of stage 3's hooks around a generation: nothing has to be removed, as gathered parameters stay."""
 
@@ -66,17 +105,22 @@ def _groups(engine: Engine, of: Callable[[Any], list[Any]]) -> list[Any]:
 
 
 def _averaged_gradients(engine: Engine) -> dict[int, list[torch.Tensor]]:
-    """Copies of this rank's fragments of the means, times the loss scale, by optimizer group; empty before a pass."""
-    gradients, found = engine.zero.stage.gradients, dict[int, list[torch.Tensor]]()
-    if gradients.reduced:
-        # A rank may own no element of a group, and is asked for it all the same.
-        found.update((number, []) for number in range(len(engine.optimizer.param_groups)))
-        gradients.drain()
-        owners = [group.optimizer_group for group in engine.zero.groups for _ in group.fragments]
-        for owner, part in zip(owners, engine.zero.optimizer_shard.parts, strict=True):
-            mean = part.grad.float() / (engine.comm.world_size * engine.batch.accumulation)
-            found.setdefault(owner, []).append(mean)
-    return found
+    """Copies of this rank's fragments of the means, times the loss scale, by optimizer group; empty before a pass.
+
+    There is one for each trained parameter, in the group's order, without elements where this rank owns none.
+    """
+    gradients, shard, means = engine.zero.stage.gradients, engine.zero.optimizer_shard, dict[Any, torch.Tensor]()
+    if not gradients.reduced:
+        return {}
+    gradients.drain()
+    divisor, parts = engine.comm.world_size * engine.batch.accumulation, iter(shard.parts)
+    accumulation, device = engine.zero.dtypes.accumulation, engine.comm.device
+    like = shard.parts[0].grad if shard.parts else torch.empty(0, dtype=accumulation, device=device)
+    for group in engine.zero.groups:
+        means |= dict.fromkeys(group.params, like.new_empty(0))
+        means |= {group.params[fragment.slot.index]: next(parts).grad / divisor for fragment in group.fragments}
+    order = enumerate(cast("Any", engine).optimizer_order)
+    return {number: [means[param] for param in params if param in means] for number, params in order}
 
 
 def _inner(engine: Engine) -> torch.optim.Optimizer:
@@ -114,7 +158,10 @@ READ: dict[str, Callable[[Engine], Any]] = {
 """Attribute → what it reads, in every stage."""
 READ_1_AND_2 = READ | {
     "bit16_groups": lambda engine: engine.zero.stage.bit16_groups,
-    "bit16_groups_flat": lambda engine: engine.zero.stage.bit16_groups_flat,
+    # Aliases, complete: a stage whose all-gathers go on after the step counts who refers to the buffers.
+    "bit16_groups_flat": lambda engine: (
+        engine.before_writes() or [flat.detach() for flat in engine.zero.stage.bit16_groups_flat]
+    ),
     "parallel_partitioned_bit16_groups": lambda engine: [
         bucket for group in engine.zero.stage.parallel_partitioned_bit16_groups for bucket in group
     ],
@@ -222,8 +269,8 @@ def freeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[weakref.r
     return [weakref.ref(param) for param in trainable]
 
 
-def unfreeze(frozen: list[weakref.ref[nn.Parameter]]) -> None:
-    """The inverse of :func:`freeze`."""
+def unfreeze(frozen: list[weakref.ref[nn.Parameter]], trains: bool = True) -> None:
+    """The inverse of :func:`freeze`; without ``trains`` the same again."""
     for reference in frozen:
         if (param := reference()) is not None:
-            param.requires_grad_(True)
+            param.requires_grad_(trains)

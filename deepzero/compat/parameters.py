@@ -10,7 +10,7 @@ Sources: ``partition_parameters.py``, ``offload_config.py``, ``offload_states.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -121,21 +121,14 @@ def ds_summary(param: ZeroParameter) -> dict[str, Any]:
     return said | numels | {name: tuple(shape) for name, shape in shapes.items()}
 
 
-def _strategy(param: Any) -> PlainAllGather | None:
-    bucket = getattr(param._zero, "bucket", None)
-    return bucket.gather if bucket is not None else None
+def _of_strategy(read: Callable[[PlainAllGather], Any]) -> property:
+    """What the strategy by which a parameter's bucket is gathered says; None of a persistent one."""
 
+    def answer(param: Any) -> Any:
+        bucket = getattr(param._zero, "bucket", None)
+        return read(bucket.gather) if bucket is not None else None
 
-def ds_secondary_tensor(param: Any) -> torch.Tensor | None:
-    """HpZ's and MiCS's secondary partition: here of the parameter's bucket, in the messages that travel; or None."""
-    strategy = _strategy(param)
-    return strategy.secondary_shard if strategy is not None else None
-
-
-def ds_zero_param_process_group(param: Any) -> Any:
-    """The group of ranks that keep hpZ's or MiCS's secondary partition among them; None without."""
-    strategy = _strategy(param)
-    return strategy.group.handle if strategy is not None and strategy.group is not None else None
+    return property(answer)
 
 
 for _kind in (ZeroParameter, PersistentParameter):
@@ -145,8 +138,12 @@ for _kind in (ZeroParameter, PersistentParameter):
         # buckets are counted, and what is cleared is a set of the program's own.
         "ds_active_sub_modules": property(lambda param: set()),
         "ds_process_group": property(lambda param: world_group()),
-        "ds_secondary_tensor": property(ds_secondary_tensor),
-        "ds_zero_param_process_group": property(ds_zero_param_process_group),
+        # HpZ's and MiCS's secondary partition: here of the parameter's bucket, in the messages that travel; and the
+        # group of ranks that keep it among them. None without.
+        "ds_secondary_tensor": _of_strategy(lambda strategy: strategy.secondary_shard),
+        "ds_zero_param_process_group": _of_strategy(
+            lambda strategy: strategy.group.handle if strategy.group is not None else None
+        ),
     }.items():
         setattr(_kind, _name, _verb)
 
@@ -299,18 +296,19 @@ def restore_init_context() -> None:
 
 
 class OnDevice:
-    """Tensors made here without a device lie on ``device``, those without a dtype have ``dtype``; others stay."""
+    """Tensors made inside without a device lie on ``device``, those without a dtype have ``dtype``; others stay."""
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
         self.dtype, self.device, self.enabled = dtype, device, enabled
+        self._left = list[ExitStack]()  # one for each time it is entered, also inside itself
 
     def __enter__(self) -> None:
-        if self.enabled:
-            self._default_dtype, self._context = torch.get_default_dtype(), torch.device(self.device)
-            torch.set_default_dtype(self.dtype)
-            self._context.__enter__()
+        with ExitStack() as stack:
+            if self.enabled:
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self.dtype)
+                stack.enter_context(torch.device(self.device))
+            self._left.append(stack.pop_all())
 
-    def __exit__(self, *error: Any) -> None:
-        if self.enabled:
-            self._context.__exit__(*error)
-            torch.set_default_dtype(self._default_dtype)
+    def __exit__(self, *error: object) -> None:
+        self._left.pop().close()

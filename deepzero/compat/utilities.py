@@ -1,7 +1,7 @@
 """Small things that scripts take from DeepSpeed's modules of utilities.
 
-Sources: ``runtime/dataloader.py``, ``runtime/utils.py``, ``utils/torch.py``, ``moe/utils.py`` and
-``runtime/activation_checkpointing/checkpointing.py`` of [DeepSpeed].
+Sources: ``runtime/dataloader.py``, ``runtime/utils.py``, ``utils/torch.py``, ``moe/utils.py``, ``checkpoint/utils.py``
+and ``runtime/activation_checkpointing/checkpointing.py`` of [DeepSpeed].
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -142,3 +143,26 @@ def configure(mpu_: Any, deepspeed_config: Any = None, **switches: Any) -> None:
             f"deepspeed.checkpointing.configure({on[0]}=…): set activation_checkpointing in initialize's "
             "configuration, whose cpu_checkpointing deepzero has, and leave it out here"
         )
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """The file in which DeepSpeed keeps a model; deepzero's own checkpoints have none of this name."""
+    return str(Path(base_folder) / f"mp_rank_{mp_rank_str}_model_states.pt")
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Copies of all tensors in lists, tuples and dictionaries, on ``device``; other values as they are.
+
+    ``torch.save`` would write the whole buffer that a view looks at, and of a copy writes what it is.
+    """
+    if torch.is_tensor(item):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, dict):
+        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
+    if isinstance(item, (list, tuple)):
+        copies = [clone_tensors_for_torch_save(value, device) for value in item]
+        return copies if isinstance(item, list) else tuple(copies)
+    return item

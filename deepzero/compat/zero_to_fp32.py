@@ -14,7 +14,7 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ from safetensors import safe_open
 from torch import nn
 
 from deepzero.checkpoint.checkpoint_dir import SCRIPT, is_complete
-from deepzero.checkpoint.errors import CheckpointError
+from deepzero.checkpoint.errors import CheckpointError, RanksDisagree, together
 from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, INDEX_SUFFIX, MODEL_FILE, PRECISIONS, export
 from deepzero.checkpoint.manifest import BUFFER, listed
 from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, read_own
+from deepzero.comm import process_group
 from deepzero.compat import deepspeed_checkpoint
-from deepzero.durable import write_whole
+from deepzero.durable import flush_folder, write_whole
+from deepzero.runtime.zero.partition_parameters import GatheredParameters, PartitionedParameter, ZeroParameter
 
 log = logging.getLogger(__name__)
 
@@ -106,12 +108,39 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Move a model of no engine to the CPU and fill it, as far as names fit; a warning says which do not."""
+    """Fill a model as far as names fit; a warning says which do not. One without parameters of stage 3 goes to the CPU.
+
+    Every rank fills its own part of stage 3's parameters; those that the program has gathered take rank 0's values.
+    """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    missing, unexpected = model.cpu().load_state_dict(state, strict=False)
+    params = [param for param in model.parameters() if isinstance(param, ZeroParameter)]
+    gathered = [param for param in params if not isinstance(param, PartitionedParameter)]
+    with GatheredParameters(gathered, modifier_rank=0):
+        missing, unexpected = (model if params else model.cpu()).load_state_dict(state, strict=False)
     if missing or unexpected:
         log.warning("%s: not there: %s; not in the model: %s", checkpoint_dir, listed(missing), listed(unexpected))
     return model
+
+
+def save_by_torch(path: Path, state_dict: Callable[[], dict[str, Any] | None], max_shard_size: str | int) -> None:
+    """Write by ``torch.save`` the state dict that ``state_dict`` gives rank 0, whole or not at all. A collective.
+
+    Raises a CheckpointError on every rank where rank 0 cannot write, where ranks name different files, or for a
+    ``max_shard_size`` other than the default.
+    """
+    mine = (str(path), max_shard_size)
+    first = process_group.broadcast_object(mine)
+    with together(error=RanksDisagree):
+        if first != mine:
+            raise CheckpointError(f"save_16bit_model: this rank passes {mine}, rank 0 {first}; pass the same on all")
+    if max_shard_size != DEFAULT_MAX_SHARD:
+        raise CheckpointError(f"{path.name} is one file: leave max_shard_size out, or name a file in .safetensors")
+    state = state_dict()
+    with together():
+        if state is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, lambda file: torch.save(state, file))
+            flush_folder(path.parent)
 
 
 def _remove_older(out: Path, new: set[str]) -> None:
@@ -189,7 +218,7 @@ def convert_to_universal(args: argparse.Namespace) -> None:
     if not is_complete(source):
         raise CheckpointError(f"{source} is no checkpoint of deepzero's; DeepSpeed's own needs no conversion: load it")
     shutil.copytree(source, target)
-    target.with_name("latest_universal").write_text(f"{target.name}\n", encoding="utf-8")
+    target.with_name(deepspeed_checkpoint.LATEST_UNIVERSAL).write_text(f"{target.name}\n", encoding="utf-8")
 
 
 def leave_script(folder: Path) -> None:

@@ -183,8 +183,9 @@ def _read(mapping: Mapping[str, Any]) -> EngineConfig:
         if given.get(name) not in (None, {}):
             settings[name] = kind(*_typed(given, name))
     known = [name.removeprefix("checkpoint.") for name in keys.SATISFIED if name.startswith("checkpoint.")]
-    for key in _block(given, "checkpoint"):
-        raise _refused(key, known, "checkpoint")
+    saved = _block(given, "checkpoint")
+    settings["load_universal"] = convert(bool, saved.pop("load_universal", False), "checkpoint.load_universal")
+    _only(saved, [*known, "load_universal"], "checkpoint")
     types = _block(given, "data_types")
     _only(types, ["grad_accum_dtype"], "data_types")
     dtypes = {"data_types.grad_accum_dtype": types.get("grad_accum_dtype")}
@@ -271,6 +272,7 @@ def _check_moot(path: str, value: Any, dotted: bool) -> None:
         return
     kind, what = keys.MOOT[path]
     given = convert(kind, value, path)
+    _check_inside(path, given)
     stages = given.get("stages") if path == "pipeline" else None
     if stages not in (None, "auto") and convert(int, stages, "pipeline.stages") > 1:
         raise ConfigError(
@@ -287,8 +289,14 @@ def _check_off(path: str, value: Any) -> None:
     switch, off = keys.SWITCH.get(path, ("enabled", (False,)))
     if not isinstance(value, Mapping) or (value.get(switch) and value[switch] not in off):
         raise _not_implemented(path, f'leave it out, or set "{switch}": {json.dumps(off[0])}')
-    for key in value:
-        if key not in keys.INSIDE.get(path, value):
+    _check_inside(path, value)
+    _check_inside(f"{path}.tp", value.get("tp"))
+
+
+def _check_inside(path: str, block: Any) -> None:
+    """Refuse a word that is not among those of a block of this path, if it has a list of them."""
+    for key in block if path in keys.INSIDE and isinstance(block, Mapping) else ():
+        if key not in keys.INSIDE[path]:
             raise ConfigError(f"unknown config key {f'{path}.{key}'!r}; DeepSpeed's are {', '.join(keys.INSIDE[path])}")
 
 

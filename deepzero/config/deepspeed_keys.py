@@ -26,13 +26,11 @@ _ZERO_SATISFIED: _Rules = {
 SATISFIED: _Rules = {
     "zero_allow_untested_optimizer": (_OFF_OR_ON, "every optimizer is tested, by experiment"),
     "zero_force_ds_cpu_optimizer": (_ON_OR_OFF, "the CPU steps with any elementwise optimizer"),
-    "sparse_gradients": (_NO, "a sparse gradient is filled up"),
     "gradient_allreduce_op": (("mean",), "a gradient is the mean over ranks; multiply the loss for a sum"),
     "managed_gradient_accumulation": ((True,), "see set_gradient_accumulation_boundary"),
     "disable_allgather": (_NO, "parameters are published by all-gather"),
     "disable_python_gc": (_NO, "call gc.disable() in the script"),
     "sequence_parallel_size": ((1,), "there is no sequence parallelism"),
-    "checkpoint.load_universal": (_OFF_OR_ON, "every checkpoint can be loaded by any stage and number of ranks"),
     "checkpoint.tag_validation": (
         ("WARN", "FAIL", "IGNORE", "Warn", "Fail", "Ignore", "warn", "fail", "ignore"),
         "ranks that give different tags always raise",
@@ -69,6 +67,7 @@ STEERING: dict[str, tuple[bool | int | float, str]] = {
     "prescale_gradients": (False, "the mean is the same: gradients are divided once, at the end"),
     "gradient_predivide_factor": (1.0, "the mean is the same: gradients are divided once, at the end"),
     "wall_clock_breakdown": (False, "nothing is printed; in torch.profiler the phases of a step have names"),
+    "sparse_gradients": (False, "a sparse gradient is filled up, and the mean is the same"),
     "memory_breakdown": (False, "nothing is printed; engine.report() has the ledger"),
     "dump_state": (False, "nothing is printed"),
     **{f"zero_optimization.{key}": rule for key, rule in _ZERO_STEERING.items()},
@@ -124,13 +123,18 @@ INSIDE = {
         "offload_parameters", "sync_before_reduce", "sync_after_reduce", "sync_before_allgather",
         "sync_after_allgather", "keep_int_input_tensors", "keep_all_input_tensors", "passes",
     ),
+    "aio": (
+        "block_size", "queue_depth", "intra_op_parallelism", "thread_count", "single_submit", "overlap_events",
+        "use_gds",
+    ),
+    "tensor_parallel.tp": ("enabled", "tp_size", "tp_grain_size", "mpu", "tp_group"),
     "tensor_parallel": (
         "dtype", "autotp_size", "tp_overlap_comm", "vocab_parallel_lm_head", "vocab_parallel_ce_backend",
         "tensor_parallel", "tp", "injection_policy_tuple", "partition_config", "preset_model", "keep_module_on_host",
         "replace_with_kernel_inject", "kernel_inject",
     ),
 }  # fmt: skip
-"""All that may stand in these blocks: with their own switch, a word beside it would pass for one, as ``enabled``."""
+"""All that may stand in these blocks, where nothing else would find a misspelt word."""
 
 _ZERO_NOT_IMPLEMENTED = ("leaf_module", "offload_optimizer.super_offload", "zenflow", "zeropp_loco_param")
 NOT_IMPLEMENTED = (

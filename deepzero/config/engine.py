@@ -49,7 +49,7 @@ class PrecisionConfig(Section):
 
 @dataclass(frozen=True)
 class ChaosConfig(Section):
-    """Seeded disorder, to show that results do not depend on timing. See ``comm/streams.py``."""
+    """Seeded disorder, to show that results do not depend on timing. See ``comm/chaos.py``."""
 
     where = "comm.chaos"
 
@@ -73,6 +73,9 @@ class CommConfig(Section):
     reduce: Literal["exact", "native"] | None = None
     """exact: all-to-all, then an fp32 sum in rank order (same bits for any bucketing). native: the backend's own
     reduce-scatter. None: exact on gloo, native on NCCL."""
+    world_size_invariant: bool = False
+    """Refuse what would let bits depend on the number of ranks; and let stages 0 and 1 reduce every micro-batch, in the
+    order of the global batch, as stages 2 and 3 do: their gradients then travel once for each."""
     ranks_per_node: int | None = None
     """Ranks that share a node, consecutive ones: qgZ reduces there first, and the ledger tells what leaves a node. On
     one machine nodes can be pretended. None: as the launcher says (``LOCAL_WORLD_SIZE``), else all."""
@@ -82,6 +85,9 @@ class CommConfig(Section):
     """A save is given up when a rank's disk has taken nothing for so long. No collective waits for a disk."""
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
     """Disorder for tests; off."""
+    simulated_streams: bool = False
+    """On CPUs, run the code for a GPU, and raise where it would read or write before it has waited. See
+    ``comm/simulated_streams.py``."""
 
     def __post_init__(self) -> None:
         self.least(1, "ranks_per_node")
@@ -159,6 +165,8 @@ class EngineConfig(Section):
     """Print loss scale, learning rate and skipped steps on rank 0 every so many optimizer steps; None: never."""
     dataloader_drop_last: bool = False
     """Whether ``deepspeed_io``'s loaders drop an incomplete last batch."""
+    load_universal: bool = False
+    """``checkpoint.load_universal``: ``load_checkpoint`` without a tag takes what ``latest_universal`` names first."""
 
     def __post_init__(self) -> None:
         self.least(1, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

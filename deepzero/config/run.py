@@ -160,7 +160,7 @@ class LaunchConfig(Section):
     nproc: int | None = None
     """Ranks on this machine; None: one per GPU, or 2 on a machine without GPU."""
     threads_per_rank: int | None = None
-    """Intra-op threads of each rank; None: cores divided by ranks, at least 1."""
+    """Intra-op threads of each rank; None: cores divided by ranks, at least 1; 1 with comm.world_size_invariant."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is a GPU for each rank, else CPU."""
     max_restarts: int = 0

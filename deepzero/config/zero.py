@@ -135,6 +135,9 @@ class ZeroConfig(Section):
     """At most this many elements are gathered at a time; with ``reduce_bucket_size`` it limits a bucket."""
     overlap_comm: bool = False
     """Let reductions run while the backward pass goes on, with two buckets in flight."""
+    overlap_param_gather: bool = False
+    """Stages 1 and 2: let updated parameters travel while the optimizer steps on the next bucket and the next forward
+    pass begins. deepzero's own; the name is Megatron's."""
     reduce_scatter: bool = True
     """Stage 1 only: false reduces with an all-reduce, as DeepSpeed's first release did, at 1.5 times the volume."""
     stage3_prefetch_bucket_size: int = 50_000_000
@@ -177,6 +180,8 @@ class ZeroConfig(Section):
         self.least(1, *sizes, of=" element")
         rule = f"the all-reduce variant exists for stage 1 alone, and zero.stage={self.stage}"
         self.need(self.reduce_scatter or self.stage == 1, "reduce_scatter", rule)
+        rule = f"it is for parameters that are gathered after the step (stages 1 and 2), and zero.stage={self.stage}"
+        self.need(not self.overlap_param_gather or self.stage in (1, 2), "overlap_param_gather", rule)
         self._check_offload()
         self._check_zeropp()
 

@@ -8,12 +8,59 @@ memory-mapped file of any size costs a batch of memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from deepzero.config.strict import ConfigError
+from deepzero.device import accelerator_of
+
+
+def batches_on(device: torch.device, batches: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    """The same ``batches`` on ``device``: on a GPU one ahead, while it works on the one before, and without waiting.
+
+    Tensors that are there already are passed on. One in locked memory is copied from as it is: write to it no more.
+
+    Example:
+        >>> [float(x.sum()) for (x,) in batches_on(torch.device("cpu"), ((torch.full((2,), i),) for i in range(3)))]
+        [0.0, 2.0, 4.0]
+    """
+    accelerator = accelerator_of(device)
+    if not accelerator.has_streams:
+        for batch in batches:
+            yield tuple(tensor.to(device) for tensor in batch)
+        return
+    stream, given, arrived = accelerator.batch_stream(device), accelerator.event(device), accelerator.event(device)
+    ahead: tuple[Tensor, ...] = ()
+    try:
+        for batch in batches:
+            # Only from locked memory does a copy go on by itself. Its destination is the current stream's, which will
+            # free it: so the copy comes after what that stream was doing with this memory, work of the last batch.
+            locked = {k: accelerator.pin(tensor) for k, tensor in enumerate(batch) if tensor.device.type == "cpu"}
+            following = tuple(
+                torch.empty_like(tensor, device=device) if k in locked else tensor.to(device)
+                for k, tensor in enumerate(batch)
+            )
+            given.record()
+            if ahead:
+                arrived.wait()  # before the event is recorded anew
+            with stream.running():
+                given.wait()
+                for k, source in locked.items():
+                    following[k].copy_(source, non_blocking=True)
+                arrived.record()
+            if ahead:
+                yield ahead
+            ahead = following
+        if ahead:
+            arrived.wait()
+            yield ahead
+    finally:
+        # Who stops early frees what is still being copied, and the current stream may take that memory at once.
+        arrived.wait()
 
 
 class TokenSequences:

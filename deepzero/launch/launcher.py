@@ -69,28 +69,28 @@ def under_launcher() -> bool:
 
 def default_nproc() -> int:
     """Ranks that a run gets on this machine: one for each GPU, or 2 where there is none."""
-    import torch
+    from deepzero.device import installed
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 2
+    return installed().device_count() or 2
 
 
 def choose_device(wanted: str, nproc: int) -> str:
-    """``cuda`` or ``cpu`` for ``nproc`` ranks on this machine; says so when it is the CPU though a GPU may be meant.
+    """``cpu``, or torch's word for this machine's GPUs (``cuda``), for ``nproc`` ranks.
 
+    It is said when it is the CPU though a GPU may be meant.
     ``wanted`` is ``launch.device``: ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
         ConfigError: ``cuda`` is wanted, and there are too few.
     """
-    import torch
-
     from deepzero.comm.process_group import missing_gpu, say_cpu
+    from deepzero.device import installed
 
     if wanted == "cpu" or (wanted == "auto" and os.environ.get("DEEPZERO_DEVICE") == "cpu"):
         return "cpu"
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = installed().device_count()
     if gpus >= nproc:
-        return "cuda"
+        return installed().kind
     why = f"{nproc} ranks want a GPU each, and this machine has {gpus}" if gpus else missing_gpu()
     if wanted == "cuda":
         raise ConfigError(f"launch.device=cuda: {why or 'this machine has no GPU'}")

@@ -173,7 +173,9 @@ class HostActivations:
             yield
             return
         while self._ahead:  # of a backward pass that ended before it came so far
-            self._ahead.popitem()[1][1].wait()
+            flat, copy = self._ahead.popitem()[1]
+            copy.wait()
+            del flat  # not before the wait is in the stream
         self._stays = {tensor.untyped_storage()._cdata for tensor in self._parameters()}
         self._last = None
         self.wire.meter.close_step()

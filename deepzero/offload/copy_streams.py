@@ -26,11 +26,14 @@ from dataclasses import dataclass
 
 import torch
 
+from deepzero.comm.chaos import Chaos
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.profiler_ranges import Ranges
-from deepzero.comm.streams import Chaos
+from deepzero.device import Stream, accelerator_of
 
 TO_HOST = "offload.gradients_to_host"
+SUMS_TO_DEVICE = "offload.gradients_to_device"
+"""What earlier micro-batches have left, to be added to."""
 TO_DEVICE = "offload.parameters_to_device"
 FETCH = "offload.parameters_fetch"
 FETCH_BETWEEN_STEPS = "offload.parameters_fetch_between_steps"
@@ -93,7 +96,7 @@ class PendingCopy:
         chaos: Chaos,
         kind: str,
         nbytes: int,
-        stream: torch.cuda.Stream | None = None,
+        stream: Stream | None = None,
         put_off: Callable[[], None] | None = None,
     ) -> None:
         self.kind, self.nbytes = kind, nbytes
@@ -101,7 +104,8 @@ class PendingCopy:
         self._waited, self._blocked_seconds, self._lock = False, 0.0, threading.Lock()
         if stream is not None:
             # Two around the copy, and two around the place where the compute stream waited for it.
-            events = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+            event = accelerator_of(stream.device).event
+            events = (event(stream.device, timing=True) for _ in range(4))
             self.begin, self.end, self._before, self._after = events
 
     def wait(self) -> None:
@@ -109,10 +113,9 @@ class PendingCopy:
         if self._waited:
             return
         if self._stream is not None:
-            stream = torch.cuda.current_stream(self._stream.device)
-            self._before.record(stream)
-            stream.wait_event(self.end)
-            self._after.record(stream)
+            self._before.record()
+            self.end.wait()
+            self._after.record()
         self._waited = True
         self._catch_up()
 
@@ -124,7 +127,7 @@ class PendingCopy:
         """
         if self._stream is None and not alone:
             self.finish()
-        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+        with self._stream.running() if self._stream is not None else contextlib.nullcontext():
             yield
 
     def finish(self) -> None:
@@ -143,8 +146,8 @@ class PendingCopy:
         """Of a GPU's copy, the seconds that it took, and those that somebody stood still for it; None: not over yet."""
         if not self.end.query() or (self._waited and not self._after.query()):
             return None
-        stalled = self._before.elapsed_time(self._after) / 1000 if self._waited else 0.0
-        return self.begin.elapsed_time(self.end) / 1000, self._blocked_seconds + stalled
+        stalled = self._before.seconds_until(self._after) if self._waited else 0.0
+        return self.begin.seconds_until(self.end), self._blocked_seconds + stalled
 
     def _catch_up(self) -> None:
         if self._put_off is None:
@@ -167,7 +170,9 @@ class HostDeviceCopier:
     ) -> None:
         self._ranges = ranges or Ranges()
         self.device, self.ledger, self.chaos, self.meter = device, ledger, chaos, meter
-        self._streams = {way: torch.cuda.Stream(device) for way in ("D2H", "H2D") if device.type == "cuda"}
+        self._accelerator = accelerator_of(device)
+        ways = ("D2H", "H2D") if self._accelerator.has_streams else ()
+        self._streams = {way: self._accelerator.stream(device) for way in ways}
         # From host memory, in the order of their launches; none that is over is before one that is not.
         self._reading: deque[PendingCopy] = deque()
 
@@ -205,15 +210,15 @@ class HostDeviceCopier:
         self.chaos.delay()
         self.ledger.record(kind, source.numel(), source.nbytes, padding, where=where, what="copy")
         if self._streams:
-            stream, ready = self._streams[way], torch.cuda.Event()
+            stream, ready = self._streams[way], self._accelerator.event(self.device)
             copy = PendingCopy(self.chaos, kind, source.nbytes, stream)
             # Both tensors are the compute stream's until here: the copy begins behind what has been issued there.
-            ready.record(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(stream), self._ranges.moving(way, kind, where):
-                stream.wait_event(ready)
-                copy.begin.record(stream)
+            ready.record()
+            with stream.running(), self._ranges.moving(way, kind, where):
+                ready.wait()
+                copy.begin.record()
                 target.copy_(source, non_blocking=True)
-                copy.end.record(stream)
+                copy.end.record()
             self.meter.timed.append(copy)
             return copy
 

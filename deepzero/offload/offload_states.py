@@ -37,6 +37,7 @@ import torch
 from torch import nn
 
 from deepzero.comm import process_group
+from deepzero.device import accelerator_of
 from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats, PendingCopy, bytes_of_storage
 from deepzero.offload.pinned_arena import HostArena, HostMemoryError, Region, available_host_bytes, required_bytes
 from deepzero.runtime.engine import Engine
@@ -229,8 +230,8 @@ class StateOffloader:
         self.away |= moved
         self._post_notices()
         self.engine.comm.ledger.sample()
-        if self.engine.comm.device.type == "cuda" and not non_blocking:
-            torch.cuda.empty_cache()  # for other processes: another engine generates, perhaps
+        if not non_blocking:  # for other processes: another engine generates, perhaps
+            accelerator_of(self.engine.comm.device).empty_cache()
 
     def reload(self, non_blocking: bool) -> None:
         """``engine.reload_states``."""
@@ -279,8 +280,9 @@ class StateOffloader:
         engine.zero.reducer.drain()
         engine.zero.optimizer_shard.drain_grads()
         stage3 = engine.zero.stage3
+        if parameters and "lp_params" not in self.away:
+            engine.before_writes()
         if parameters and stage3 is not None and "lp_params" not in self.away:
-            stage3.coordinator.release_all()
             for bucket in stage3.coordinator.buckets:
                 if bucket.status is not ZeroParamStatus.NOT_AVAILABLE:
                     raise RuntimeError(f"offload_states inside GatheredParameters({bucket.names}): leave it first")

@@ -38,6 +38,7 @@ from deepzero.offload.copy_streams import (
     ADAM,
     FETCH,
     FETCH_BETWEEN_STEPS,
+    SUMS_TO_DEVICE,
     TO_DEVICE,
     TO_HOST,
     HostDeviceCopier,
@@ -50,9 +51,6 @@ from deepzero.runtime.zero.optimizer_shard import GradOutput, MasterFragment, Op
 from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
 
 GRADIENTS, STAGING, MOMENTS = "host_gradients", "host_buffers", "host_moments"
-
-CHUNK = 1 << 17
-"""Elements that are added at a time, and measured while they are in the core's cache."""
 
 
 @dataclass
@@ -184,36 +182,32 @@ class HostAllGather(PlainAllGather):
 
 @dataclass
 class StagingSlot:
-    """A place for one bucket's sum on the device, and one on the host for what has to be added there.
+    """A place on the device for one bucket's sum, which comes from the host if something is to be added to it.
 
     ::
 
-        output              leave                   settle (before the slot is used again, or at the boundary)
-        reduce into it      copy down, own stream   the copy is there; add it to the sum, take its norm
-        ---- free ----> taken -------- in flight -------> arrived ------> free
+        output                       reduce into it   leave                   settle (before the slot is used again)
+        copy up what was there       add              copy down, own stream   the copy is there
+        ---- free ----> taken --------------------------- in flight -------> free
     """
 
     device: torch.Tensor
-    host: torch.Tensor
-    copy: PendingCopy | None = None
-    on_arrival: Callable[[], None] | None = None  # what the host does with it when it has arrived
+    copy: PendingCopy | None = None  # the last one that was launched
     taken: bool = False  # a reduction writes into it
 
     def settle(self) -> None:
-        """Wait for the slot's copy, and bring what it brought to where it belongs."""
+        """Wait for the slot's copy."""
         if self.copy is not None:
             self.copy.finish()
-        if self.on_arrival is not None:
-            self.on_arrival()
-        self.copy = self.on_arrival = None
+            self.copy = None
 
 
 class HostGradients:
     """``grad_S`` of the trained groups' buckets that live on the host: planned first, then carved out of the arena.
 
-    The first micro-batch of a step arrives where the optimizer will read it. Later ones arrive in the slot's host half
-    and are added by the CPU, in the accumulation dtype and in the order of the micro-batches, which gives the bits that
-    adding on the device gives.
+    A sum arrives where the optimizer will read it. For the next micro-batch it goes up again while that one's gradients
+    travel, and is added to on the device, contribution by contribution: the bits are those of sums that stay there. The
+    way up is free at that time, and the CPU adds nothing.
 
     Args:
         placements: of the groups, some of whose buckets are on the host.
@@ -226,24 +220,20 @@ class HostGradients:
 
     def __init__(self, placements: Sequence[OffloadPlan], copies: int, dtype: torch.dtype, slots: int) -> None:
         self.copies, self._current, self._next = copies, 0, 0
-        largest = max(b.shard_numel for p in placements for b in p.layout.buckets if p.steps_on_host(b))
-        sums = [Region(GRADIENTS, p.optimizer_numel, dtype) for p in placements for _ in range(copies)]
-        # fp32, whatever the sums are kept in: what is added to a narrower sum is added unrounded.
-        self.regions = sums + [Region(STAGING, largest, torch.float32)] * slots
-        self._sums: list[torch.Tensor] = []
+        self._largest = max(b.shard_numel for p in placements for b in p.layout.buckets if p.steps_on_host(b))
+        self.regions = [Region(GRADIENTS, p.optimizer_numel, dtype) for p in placements for _ in range(copies)]
+        self._slots, self._sums = slots, list[torch.Tensor]()
         self.slots: list[StagingSlot] = []
+        # The way down of each bucket's last sum, by group and bucket: it goes up again when it is there.
+        self._down: dict[tuple[int, int], PendingCopy] = {}
 
     def carve(self, arena: HostArena, wire: HostDeviceCopier) -> None:
-        """Take the planned regions, and as much on the device for the slots."""
-        self.wire = wire
-        for region in self.regions:
-            memory = arena.allocate(*region)
-            if region.category == GRADIENTS:
-                self._sums.append(memory)
-            else:
-                self.slots.append(
-                    StagingSlot(torch.zeros(region.numel, dtype=region.dtype, device=wire.device), memory)
-                )
+        """Take the planned regions, and the slots on the device."""
+        self.wire, self._sums = wire, [arena.allocate(*region) for region in self.regions]
+        dtype = self.regions[0].dtype
+        self.slots = [
+            StagingSlot(torch.zeros(self._largest, dtype=dtype, device=wire.device)) for _ in range(self._slots)
+        ]
 
     def sum_of(self, group: int, bucket: Bucket) -> torch.Tensor:
         """This rank's part of the bucket's sum, on the host; complete after :meth:`drain`."""
@@ -256,25 +246,35 @@ class HostGradients:
     def output(self, group: int, bucket: Bucket, accumulate: bool, padding: int, measure: Measure | None) -> GradOutput:
         """Where the reducer writes a bucket's sum: the oldest slot. It leaves when it is written, in stream order.
 
-        With ``accumulate`` it is added to a sum that is on the host, and travels in fp32; ``padding`` elements of it
-        belong to no parameter; ``measure`` sees the finished sum, on the host when something was added to it.
+        With ``accumulate`` what is on the host comes there first; ``padding`` elements of it belong to no parameter;
+        ``measure`` sees the finished sum.
         """
         slot = self.slots[self._next]
         self._next = (self._next + 1) % len(self.slots)
         if slot.taken:
             raise RuntimeError("more reductions are under way than there are slots for their sums")
         slot.settle()
-        slot.taken, target = True, self.sum_of(group, bucket)
-        arrived = slot.host[: bucket.shard_numel] if accumulate else target
-        source = slot.device.view(arrived.dtype)[: bucket.shard_numel]
+        slot.taken, target, key = True, self.sum_of(group, bucket), (group, bucket.index)
+        source, where = slot.device[: bucket.shard_numel], f"bucket {bucket.index}"
+        down = self._down.pop(key, None)
 
-        def leave() -> None:
-            slot.copy = self.wire.to_host(TO_HOST, arrived, source, padding, f"bucket {bucket.index}")
+        fetch = partial(self.wire.to_device, SUMS_TO_DEVICE, source, target, padding, where)
+        # It left a whole micro-batch ago, if the model has many buckets; else it may be a reduction still.
+        if accumulate and down is not None and down.is_over():
+            slot.copy = fetch()
+
+        @contextlib.contextmanager
+        def there_and_back() -> Iterator[None]:
             if accumulate:
-                slot.on_arrival = partial(_add, target, arrived, measure)
+                if slot.copy is None:
+                    (down or self._down[key]).wait()
+                    slot.copy = fetch()
+                slot.copy.wait()
+            yield
+            slot.copy = self._down[key] = self.wire.to_host(TO_HOST, target, source, padding, where)
             slot.taken = False
 
-        return source, None if accumulate else measure, leave
+        return source, measure, there_and_back
 
     def drain(self) -> None:
         """Wait for everything that has left, the oldest first. Afterwards the sums may be read."""
@@ -286,16 +286,6 @@ class HostGradients:
         self.drain()
         for slot in self.slots:
             slot.taken = False
-
-
-@torch.no_grad()
-def _add(target: torch.Tensor, arrived: torch.Tensor, measure: Measure | None) -> None:
-    """``target += arrived``, in chunks that are measured while they are in the core's cache."""
-    for lo in range(0, target.numel(), CHUNK):
-        chunk = target[lo : lo + CHUNK]
-        chunk.add_(arrived[lo : lo + CHUNK])
-        if measure is not None:
-            measure(chunk, lo)
 
 
 # ---- 6 publish: back to the device -----------------------------------------------------------------------------------
@@ -430,15 +420,11 @@ class HostOptimizerShard(OptimizerShard):
         # In turn. A delayed update keeps what it wrote until the next boundary, and has a buffer for every bucket.
         turns = itertools.cycle(staging)
         self.uploads: list[HostParamUpload] = []
-        parts = iter(self.parts)
         for number, group in enumerate(self.groups):
-            mine = [(fragment.shard_start, next(parts)) for fragment in group.fragments]
             for bucket in (b for b in group.layout.buckets if group.placement.steps_on_host(b)):
-                first, last = bucket.shard_offset, bucket.shard_offset + bucket.shard_numel
-                inside = [part for start, part in mine if first <= start < last]
                 travels = group.dtype != torch.float32 and not group.placement.keeps_on_host(bucket)
                 buffer = next(turns) if travels else StagingBuffer()
-                self.uploads.append(HostParamUpload(self, number, bucket, inside, buffer))
+                self.uploads.append(HostParamUpload(self, number, bucket, self.parts_of(number, bucket), buffer))
 
     def _device_numel(self, group: ParamGroup) -> int:
         return group.layout.shard_numel - group.placement.optimizer_numel
@@ -475,6 +461,12 @@ class HostOptimizerShard(OptimizerShard):
         """Step on the device, then bucket by bucket on the host, from where new parameters leave at once."""
         super().step(divisor)
         self._step_on_host(divisor)
+
+    def step_by_bucket(self, order: Sequence[tuple[int, Bucket]], on_stepped: Callable[[int, Bucket], None]) -> None:
+        """As on the device; buckets in host memory leave in ``order`` too, and tell the stage by ``on_uploaded``."""
+        super().step_by_bucket(order, on_stepped)
+        turn = {(number, bucket.index): place for place, (number, bucket) in enumerate(order)}
+        self.uploads.sort(key=lambda upload: turn[upload.number, upload.bucket.index])
 
     def _step_on_host(self, divisor: float) -> None:
         with cpu_threads(self.host.threads):

@@ -15,6 +15,7 @@ Sources: [ZeRO-Offload], section 4, for what lives there; ``pin_memory`` of [Dee
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import weakref
@@ -24,7 +25,8 @@ from typing import NamedTuple
 
 import torch
 
-from deepzero.comm.streams import storage_ptr_of
+from deepzero.comm.chaos import storage_ptr_of
+from deepzero.device import accelerator_of
 from deepzero.utils.formatting import binary_bytes
 
 ALIGN_BYTES = 256
@@ -133,7 +135,7 @@ class HostArena:
             sizes = describe_bytes(self.regions)
             raise HostMemoryError(f"the system refuses {sizes} of host memory: {error}") from None
         self._address = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
-        if pin and device.type == "cuda" and self.nbytes:
+        if pin and accelerator_of(device).has_streams and self.nbytes:
             self._lock(device)
 
     def allocate(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -168,17 +170,19 @@ class HostArena:
         self._carved = []
 
     def _lock(self, device: torch.device) -> None:
-        with torch.cuda.device(device):
-            result = int(torch.cuda.cudart().cudaHostRegister(self._address, self.nbytes, 0))
-        if result != 0:
+        accelerator = accelerator_of(device)
+        try:
+            accelerator.lock_pages(self._address, self.nbytes, device)
+        except OSError as error:
+            # No limit helps a device that cannot.
+            limit = "" if error.errno == errno.ENOTSUP else "raise the limit of locked memory (ulimit -l), or "
             raise PageLockError(
-                f"the system refuses to lock {describe_bytes(self.regions)} of host memory (CUDA error {result}); "
-                "raise the limit of locked memory (ulimit -l), or set pin_memory=false in zero.offload_optimizer and "
-                "zero.offload_param"
-            )
+                f"the system refuses to lock {describe_bytes(self.regions)} of host memory ({error.strerror}); "
+                f"{limit}set pin_memory=false in zero.offload_optimizer and zero.offload_param"
+            ) from None
         self.pinned = True
         # Pages that are given back while they are registered would stay registered, for whoever gets them next.
-        self._unlock = weakref.finalize(self, _unlock, self._address, device)
+        self._unlock = weakref.finalize(self, accelerator.unlock_pages, self._address, device)
         self._unlock.atexit = False  # the system takes all pages back, and CUDA may be gone by then
 
 
@@ -203,13 +207,6 @@ class DryRunArena(HostArena):
 def arena_class(device: torch.device) -> type[HostArena]:
     """What the memory of the host of ``device`` is carved from."""
     return {"meta": DryRunArena}.get(device.type, HostArena)
-
-
-def _unlock(address: int, device: torch.device) -> None:
-    # Whoever waited for a copy did so in a stream, at most: its end comes before its copies lose their pages.
-    torch.cuda.synchronize(device)
-    with torch.cuda.device(device):  # garbage is collected by whichever thread comes along
-        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def zeros_on_large_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

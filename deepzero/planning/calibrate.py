@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,11 +24,12 @@ import torch
 from torch import nn
 
 from deepzero.comm import process_group
+from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.streams import Chaos
 from deepzero.comm.topology import RankGroup, find_nodes
 from deepzero.config.engine import ChaosConfig
+from deepzero.device import accelerator_of
 from deepzero.planning.clusters import Cluster
 from deepzero.planning.op_cost import WorkMeter
 
@@ -52,10 +52,8 @@ def probe(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Cluster:
     told = process_group.all_gather_object(process_group.ranks_of_host())
     nodes = find_nodes(None, process_group.world_size(), told)
     comm = Communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()), nodes)
-    host_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    memory_bytes = host_bytes / nodes.per_node
-    if device.type == "cuda":
-        memory_bytes = float(torch.cuda.get_device_properties(device).total_memory)
+    accelerator, host_bytes = accelerator_of(device), float(accelerator_of(cpu).total_memory(cpu))
+    memory_bytes = float(accelerator.total_memory(device)) if accelerator.has_streams else host_bytes / nodes.per_node
     products = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
     others = [layer for _ in range(3) for layer in (nn.LayerNorm(WIDTH), nn.GELU())]
     tiny = [layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())]
@@ -124,8 +122,7 @@ def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
         process_group.barrier()
         began = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        accelerator_of(device).synchronize(device)
         seconds.append(time.perf_counter() - began)
     return sorted(seconds[1:])[ROUNDS // 2]
 

@@ -198,7 +198,7 @@ def _without_side_effects(config: EngineConfig) -> EngineConfig:
     if zero.zero_quantized_weights or zero.zero_quantized_gradients:
         # The limits of the error are the meter's, and go with it.
         zero = dataclasses.replace(zero, quantization=dataclasses.replace(zero.quantization, **unmeasured))
-    comm = dataclasses.replace(config.comm, chaos=chaos)
+    comm = dataclasses.replace(config.comm, chaos=chaos, simulated_streams=False)
     return dataclasses.replace(config, comm=comm, zero=zero, steps_per_print=None, scheduler=None)
 
 

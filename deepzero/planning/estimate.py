@@ -195,6 +195,7 @@ class Estimator:
             micro_batches=setting.accumulation,
             whole_reduce=setting.stage == 0 or (setting.stage == 1 and not zero.reduce_scatter),
             exact=self.run.engine.comm.reduce == "exact",
+            invariant=self.run.engine.comm.world_size_invariant,
         )
         if setting.offload == "none":
             return predicted_memory(Elements(numel), world_size, sizes)
@@ -213,9 +214,10 @@ class Estimator:
         gather = self._collective(self.dtypes.compute.itemsize)
         reduce = self._collective(self.dtypes.wire.itemsize)
         behind = one * BACKWARD if self.run.engine.zero.overlap_comm else 0.0
+        passes = times if self.run.engine.comm.world_size_invariant else 1  # that stages 0 and 1 reduce
         late = {
-            0: max(0.0, 2 * reduce - behind),
-            1: (max(0.0, reduce - behind) if times == 1 else reduce) + gather,
+            0: (passes - 1) * max(0.0, reduce - behind) + max(0.0, 2 * reduce - behind),
+            1: (passes * max(0.0, reduce - behind) if passes == times else reduce) + gather,
             2: times * max(0.0, reduce - behind) + gather,
             3: times * (max(0.0, 2 * gather - one) + max(0.0, reduce - behind)),
         }[setting.stage]

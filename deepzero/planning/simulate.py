@@ -13,7 +13,8 @@ links, ranks that are slower than others.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,9 +94,13 @@ class _StreamClocks:
         play |= {"step": self._step, "publish": self._publish}
         if self.rehearsal.delayed:
             self._step_on_host(self.host_elements, "")
+        # The step before has left these under way, as this one does: its own are the next step's matter.
+        late = left_under_way(self.rehearsal.events)
+        for event in late:
+            self._launch(event)
         for event in self.rehearsal.events:
             self._compute(int(event.at))
-            if event.what in play:
+            if event.what in play and not any(event is other for other in late):
                 play[event.what](event)
         self._compute(len(self.until) - 1)
         self.line.seconds = self.now
@@ -173,6 +178,18 @@ class _StreamClocks:
         late = [span for span in self.line.spans if span.lane in ("to_device", "to_host", "host")]
         for span in sorted(late, key=lambda item: item.end):
             self._stand_still(span)
+
+
+def left_under_way(events: Sequence[Event]) -> list[Event]:
+    """The launches of a step that it does not wait for: the next step does (``overlap_param_gather``)."""
+    waits: Counter[tuple[str, str]] = Counter()
+    left: list[Event] = []
+    for event in reversed(events):
+        waits[event.kind, event.where] += {"wait": 1, "launch": -1}.get(event.what, 0)
+        if waits[event.kind, event.where] < 0:
+            waits[event.kind, event.where] = 0
+            left.insert(0, event)
+    return left
 
 
 def play(rehearsal: DryRunResult, cluster: Cluster) -> SimulatedTimeline:

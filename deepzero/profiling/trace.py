@@ -26,6 +26,7 @@ import torch
 from deepzero.comm.profiler_ranges import Ranges, Recorder
 from deepzero.config.run import ProfilerConfig
 from deepzero.config.strict import ConfigError
+from deepzero.device import Accelerator, accelerator_of
 
 log = logging.getLogger(__name__)
 
@@ -87,11 +88,12 @@ def trace(
     if not cfg.enabled or rank not in cfg.ranks:
         yield lambda: None
         return
-    on_gpu = device is not None and device.type == "cuda"
-    recording = Recording(run_dir / FOLDER, f"rank{rank}", held, cfg, on_gpu, ranges)
+    accelerator = accelerator_of(device or torch.device("cpu"))
+    recording = Recording(run_dir / FOLDER, f"rank{rank}", held, cfg, accelerator, ranges)
     activity = torch.profiler.ProfilerActivity
+    kinds = [activity.CPU, getattr(activity, accelerator.kind.upper(), activity.CPU)]
     profiler = torch.profiler.profile(
-        activities=[activity.CPU, activity.CUDA] if on_gpu else [activity.CPU],
+        activities=list(dict.fromkeys(kinds)),
         schedule=torch.profiler.schedule(wait=cfg.wait, warmup=cfg.warmup, active=cfg.active, repeat=cfg.repeat),
         on_trace_ready=recording.write,
         record_shapes=True,
@@ -111,7 +113,7 @@ def trace(
 class Recording:
     """What this module adds to one rank's traces in ``folder``, named ``worker``: on while the profiler records.
 
-    With ``on_gpu`` the allocator's history too; one that the program records already is written as it is.
+    On a GPU the allocator's history too; one that the program records already is written as it is.
     """
 
     def __init__(
@@ -120,12 +122,12 @@ class Recording:
         worker: str,
         held: Held | None,
         cfg: ProfilerConfig,
-        on_gpu: bool,
+        accelerator: Accelerator,
         ranges: Ranges | None = None,
     ) -> None:
         self._ranges = ranges or Ranges()
-        self.folder, self.worker, self._cfg = folder, worker, cfg
-        self._held, self._snapshots = held if cfg.memory else None, cfg.memory and on_gpu
+        self.folder, self.worker, self._cfg, self._accelerator = folder, worker, cfg, accelerator
+        self._held, self._snapshots = held if cfg.memory else None, cfg.memory and accelerator.has_streams
         self._recorder: Recorder | None = None
         self._started_history = self._broken = False
         self.tried = False
@@ -151,13 +153,9 @@ class Recording:
             log.warning("profiler: %s: %s; training goes on without", type(error).__name__, error)
 
     def _begin(self) -> None:
-        # A torch without CUDA has no history, and nothing that would say so.
-        if self._snapshots and not getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)():
-            # Frames of C++ cost far more than those of Python.
-            context: Any = "all" if self._cfg.with_stack else None
-            record = torch.cuda.memory._record_memory_history
-            record(context=context, stacks="python", max_entries=_SNAPSHOT_EVENTS)
-            self._started_history = True
+        if self._snapshots:
+            start = self._accelerator.start_memory_history
+            self._started_history = start(self._cfg.with_stack, _SNAPSHOT_EVENTS)
         self._recorder = Recorder(self._held)
         self._ranges.start(self._recorder)
 
@@ -169,7 +167,7 @@ class Recording:
         if self._started_history:
             self._started_history = False
             try:
-                torch.cuda.memory._record_memory_history(enabled=None)
+                self._accelerator.stop_memory_history()
             except Exception as error:  # a GPU that has failed fails here again
                 log.warning("profiler: the memory history stays on: %s: %s", type(error).__name__, error)
 
@@ -191,7 +189,7 @@ class Recording:
             finally:
                 part.unlink(missing_ok=True)
             if self._snapshots:
-                torch.cuda.memory._dump_snapshot(str(self.folder / f"{stem}.memory_snapshot.pickle"))
+                self._accelerator.dump_memory_history(str(self.folder / f"{stem}.memory_snapshot.pickle"))
         except Exception as error:  # what watches a run does not stop it
             log.warning("profiler: no trace in %s: %s: %s; training goes on", self.folder, type(error).__name__, error)
         finally:

@@ -143,7 +143,7 @@ RULES: tuple[tuple[Callable[[Gap], bool], Words], ...] = (
         "{count} copies a step take activations to the host or back, and nothing is computed beside them; with "
         "a higher bound fewer of them leave the device",
     )),
-    (lambda gap: gap.cause.kind in ("offload.gradients_to_host", "offload.parameters_to_device"), (
+    (lambda gap: gap.cause.kind.startswith(("offload.gradients", "offload.parameters_to_device")), (
         "zero.offload_optimizer.ratio", "smaller",
         "{count} copies a step take gradients to the host or parameters back, and nothing is computed beside "
         "them; with a smaller ratio a part of the states stays on the device",

@@ -1,9 +1,8 @@
 """Backward passes: noticed however they begin, so that gradients are reduced, scaled and counted alike.
 
-A training script may call ``engine.backward(loss)``, ``engine.scale(loss).backward()`` or plain ``loss.backward()``,
-once or several times, from one output or several. :class:`BackwardPasses` sees each pass through three kinds of hooks:
-on the outputs of a forward pass (where a pass begins, and what the loss was), on every trained parameter (step 3,
-gradient ready), and autograd's callback at the end of the pass.
+A script may call ``engine.backward(loss)``, ``engine.scale(loss).backward()`` or plain ``loss.backward()``, any number
+of times, from any outputs. :class:`BackwardPasses` sees each pass through three kinds of hooks: on a forward pass's
+outputs (the begin, and the loss), on every trained parameter (step 3, gradient ready), and autograd's at the end.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from deepzero.comm.collectives import Communicator
+from deepzero.runtime.home_stream import HomeStream
 from deepzero.runtime.loss_scaler import LossScaler
 from deepzero.runtime.pytree import output_tensors, scalar_loss
 
@@ -58,17 +58,20 @@ class BackwardPasses:
         self._inside_backward = self._loss_is_scaled = self._warned_unscaled = False
         # Whether the end of the pass under way will be told, and whether it has reached a parameter.
         self._armed = self._reached = False
-        self._handles = [param.register_post_accumulate_grad_hook(self._gradient_ready) for param in trained]
+        self._home = HomeStream(comm.device)
+        ready = self._home.param_hook(self._gradient_ready)
+        self._handles = [param.register_post_accumulate_grad_hook(ready) for param in trained]
 
     # ---- where a pass begins -----------------------------------------------------------------------------------------
 
     def watch_outputs(self, outputs: Any) -> None:
         """Hooks on the tensors of a forward pass's output, so that a plain ``loss.backward()`` is noticed too."""
+        self._home.note()
         loss = scalar_loss(outputs)
         for tensor in output_tensors(outputs):
             if tensor.requires_grad and not tensor.is_leaf:
                 value = tensor.detach().float().reshape(()) if tensor is loss else None
-                tensor.register_hook(partial(self._output_gradient, value))
+                tensor.register_hook(self._home.hook(partial(self._output_gradient, value)))
 
     def run(self, loss: torch.Tensor, micro_batches: int, retain_graph: bool) -> None:
         """``engine.backward``: one pass from ``loss``, already divided by ``micro_batches``, which is usually 1."""
@@ -118,12 +121,11 @@ class BackwardPasses:
 
     def _arm(self) -> None:
         """Ask the autograd engine to call :meth:`_end` at the end of the backward pass that is under way."""
-        # The callback must be queued from the *outermost* pass: reentrant activation checkpointing runs passes inside
-        # the pass, which end earlier. The gradients of the model's outputs come first, and arm; a parameter's gradient
-        # arms only when nothing else has.
+        # The callback must be queued from the *outermost* pass: reentrant checkpointing runs passes inside it, which
+        # end earlier. The gradients of the model's outputs come first, and arm; a parameter's when nothing else has.
         if not self._armed:
             self._armed = True
-            Variable._execution_engine.queue_callback(self._end)
+            Variable._execution_engine.queue_callback(self._home.hook(self._end))
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
@@ -135,11 +137,11 @@ class BackwardPasses:
         with torch._C.DisableTorchFunctionSubclass():  # asking for .grad needs no values: no detour through Python
             # Only fp16 has a scale other than 1. A pass that began at a scaled loss has scaled every gradient already.
             if self._scaler.scale != 1 and not self._loss_is_scaled and param.grad is not None:
-                self._apply_loss_scale_to_grad(param)
+                param.grad = self._with_loss_scale(param.grad)
             self._stage.reduce_ready_gradient(param, self._last_micro_batch())
 
     @torch.no_grad()
-    def _apply_loss_scale_to_grad(self, param: nn.Parameter) -> None:
+    def _with_loss_scale(self, grad: torch.Tensor) -> torch.Tensor:
         """A plain ``loss.backward()`` in fp16: the step will divide by the scale, so multiply here at the latest."""
         if not self._warned_unscaled:
             self._warned_unscaled = True
@@ -147,8 +149,7 @@ class BackwardPasses:
                 "fp16: loss.backward() ran on a loss without loss scale, so small gradients may have vanished; "
                 "use engine.backward(loss) or engine.scale(loss).backward() (said once)"
             )
-        if param.grad is not None:
-            param.grad = param.grad * self._scaler.scale  # not in place: autograd's tensor may be a view of another's
+        return grad * self._scaler.scale  # not in place: autograd's tensor may be a view of another's
 
     def _end(self) -> None:
         """The end of a pass. One that reached no parameter (``torch.autograd.grad``) is none of training's."""
@@ -178,8 +179,7 @@ class BackwardPasses:
         """Whether a backward pass has reached parameters, never ended, and is not under way now."""
         if torch._C._current_graph_task_id() != -1:
             return False
-        if not self._reached:
-            self._armed = False  # one that broke off before it reached a parameter has left nothing behind
+        self._armed &= self._reached  # one that broke off before it reached a parameter has left nothing behind
         return self._reached
 
     def discard(self) -> None:

@@ -21,6 +21,7 @@ from deepzero.comm.quantized_reduce import QuantizedReduce
 from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
+from deepzero.config.zero import ZeroConfig
 from deepzero.layout import OffloadPlan, bucket_limit, plan_layout
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.offload_plan import build_host, plan_offload
@@ -31,14 +32,10 @@ from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_adva
 from deepzero.runtime.zero.gradient_reduction import GradientReducer, UnreducedGradients, reduce_order
 from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
 from deepzero.runtime.zero.optimizer_shard import GroupLayout, OptimizerShard, ParamGroup
+from deepzero.runtime.zero.overlap_param_gather import OverlappedZeroStage1And2
 from deepzero.runtime.zero.partition_plan import is_real, plan_partitioning
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepzero.runtime.zero.stage3 import (
-    ZeroStage3,
-    partition_model,
-    place_buffers,
-    place_whole,
-)
+from deepzero.runtime.zero.stage3 import ZeroStage3, partition_model, place_buffers, place_whole
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2
 from deepzero.runtime.zero.zeropp import QuantizationMonitor, build_quantization_monitor, build_quantizer
@@ -181,13 +178,17 @@ def build_zero(
 
         # ---- put together: gradients (3, 4), the optimizer's step (5), the stage that publishes (6)
         # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
-        unreduced = UnreducedGradients(groups, dtypes.accumulation if zero.stage < 2 and micro_batches > 1 else None)
+        every_pass = zero.stage >= 2 or config.comm.world_size_invariant
+        unreduced = UnreducedGradients(groups, None if every_pass or micro_batches == 1 else dtypes.accumulation)
         # One reducer and one launching order for all groups: ranks pair buckets by their number.
         reducer, order = _build_reducer(groups, config, comm, dtypes, depth), reduce_order(groups, arrival)
         shard = _build_optimizer_shard(optimizer, groups, config, reducer, dtypes, offload)
         overlap = zero.overlap_comm and zero.stage > 0
-        gradients = GradientReducer(shard, order, unreduced, reducer, every_pass=zero.stage >= 2, overlap=overlap)
-        stage = _build_stage(model, gradients, stored, coordinator, zero.stage)
+        gradients = GradientReducer(shard, order, unreduced, reducer, every_pass, overlap)
+        stage = _build_stage(model, gradients, stored, coordinator, zero)
+        if isinstance(stage, OverlappedZeroStage1And2):
+            # The forward pass uses first what the backward pass reaches last.
+            shard.step_by_bucket(order[::-1], stage.publish_bucket)
         if offload is not None and offload.shard is not None:
             # The CPU steps bucket by bucket; the parameters of one are published while it steps on the next.
             offload.shard.on_uploaded = stage.arrived
@@ -206,16 +207,14 @@ def build_zero(
 # ---- plan ------------------------------------------------------------------------------------------------------------
 
 
-def choose_parameters(
-    names: dict[nn.Parameter, str], arrival: dict[nn.Parameter, int], optimizer: torch.optim.Optimizer
-) -> list[list[nn.Parameter]]:
-    """The trainable parameters of each optimizer group, in the order in which their gradients are expected.
+def check_params(names: dict[nn.Parameter, str], optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
+    """All parameters of the optimizer.
 
     Raises:
-        ConfigError: the optimizer holds tensors that are not trainable parameters of the model, or one of them twice.
+        ConfigError: the optimizer holds tensors that are not parameters of the model, one of them twice, or none that
+            trains.
     """
     seen: set[nn.Parameter] = set()
-    chosen: list[list[nn.Parameter]] = []
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if param not in names:
@@ -226,16 +225,26 @@ def choose_parameters(
             if param in seen:
                 raise ConfigError(f"parameter {names[param]!r} is in the optimizer twice")
             seen.add(param)
-        # In the order of arrival neighbours share a bucket, which is complete, and leaves, while the pass goes on.
-        chosen.append(sorted((p for p in group["params"] if p.requires_grad), key=arrival.__getitem__))
+    if optimizer.param_groups and not any(param.requires_grad and param.numel() for param in seen):
+        raise ConfigError("the optimizer holds no trainable parameter; ZeRO has nothing to partition")
+    return seen
+
+
+def choose_parameters(
+    names: dict[nn.Parameter, str], arrival: dict[nn.Parameter, int], optimizer: torch.optim.Optimizer
+) -> list[list[nn.Parameter]]:
+    """The trainable parameters of each optimizer group, in the order in which their gradients are expected."""
+    seen = check_params(names, optimizer)
     left_out = [name for param, name in names.items() if param.requires_grad and param not in seen]
     if left_out:
         log.warning(
             "%d trainable parameters are in no optimizer group and will not change: %s …", len(left_out), left_out[0]
         )
-    if chosen and not any(param.numel() for params in chosen for param in params):
-        raise ConfigError("the optimizer holds no trainable parameter; ZeRO has nothing to partition")
-    return chosen
+    # In the order of arrival neighbours share a bucket, which is complete, and leaves, while the pass goes on.
+    return [
+        sorted((p for p in group["params"] if p.requires_grad), key=arrival.__getitem__)
+        for group in optimizer.param_groups
+    ]
 
 
 def plan_groups(chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, world_size: int) -> list[GroupLayout]:
@@ -358,12 +367,14 @@ def _build_optimizer_shard(
 
 def _build_stage(
     model: nn.Module, gradients: GradientReducer, groups: Sequence[ParamGroup],
-    coordinator: PartitionedParameterCoordinator | None, stage: int,
+    coordinator: PartitionedParameterCoordinator | None, zero: ZeroConfig,
 ) -> ZeroStage1And2 | ZeroStage3:  # fmt: skip
     if coordinator is not None:
         return ZeroStage3(model, gradients, groups, coordinator)
     flat = [group for group in groups if isinstance(group, FlatParamGroup)]
-    return (ZeroStage0 if stage == 0 else ZeroStage1And2)(flat, gradients, gradients.reducer.comm)
+    if zero.overlap_param_gather and gradients.reducer.comm.world_size > 1:
+        return OverlappedZeroStage1And2(model, flat, gradients)
+    return (ZeroStage0 if zero.stage == 0 else ZeroStage1And2)(flat, gradients, gradients.reducer.comm)
 
 
 def _build_reducer(

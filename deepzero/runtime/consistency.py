@@ -20,7 +20,7 @@ import math
 import operator
 import platform
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.strict import ConfigError
+from deepzero.device import accelerator_of
 from deepzero.runtime.grad_norm import WORDS, norm_from_words
 from deepzero.runtime.zero.optimizer_shard import ParamGroup
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
@@ -108,7 +109,8 @@ def check_parameters(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.is_complex() or param.dtype == torch.float64:
             raise ConfigError(f"parameter {name!r} is {param.dtype}; deepzero trains fp32, bf16 and fp16 parameters")
-        if param.numel() and not isinstance(param, PartitionedParameter):
+        # Without bytes: one whose engine has its states on the host.
+        if param.numel() and not isinstance(param, PartitionedParameter) and param.untyped_storage().nbytes():
             start = param.data_ptr()
             places.append((param.untyped_storage().data_ptr(), start, start + param.nbytes, name))
     for (storage, _, end, name), (other, start, _, another) in itertools.pairwise(sorted(places)):
@@ -126,7 +128,7 @@ class StepAgreement:
     norm: float
     """2-norm of the summed gradients: times ranks, micro-batches and loss scale. ``inf``: not finite."""
     loss: float
-    """Mean over ranks of each rank's mean over its micro-batches; NaN when no loss was seen."""
+    """Mean over ranks and micro-batches, rounded once; NaN when no loss was seen."""
     stop: bool = False
     """Some rank has been asked to stop."""
     trouble: bool = False
@@ -140,13 +142,28 @@ class StepAgreement:
         return math.isfinite(self.norm)
 
 
+def exact_sum(values: Sequence[float]) -> float:
+    """The sum, rounded once: the same however ranks share the values, as long as these are fp32 and no 2**25 apart."""
+    # A rank's sum of such values has no more bits than a double, so nothing is lost before the ranks' sums are added.
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # inf - inf
+        return sum(values)
+
+
 def agree(
-    comm: Communicator, norm_sq_partials: torch.Tensor, loss: float | None, stop: bool = False, trouble: bool = False
+    comm: Communicator,
+    norm_sq_partials: torch.Tensor,
+    loss: float | None,
+    micro_batches: int,
+    stop: bool = False,
+    trouble: bool = False,
 ) -> StepAgreement:
     """One all-reduce: norm and loss, the same bits on every rank; and whether all took the same path to here.
 
-    This rank brings its share of the sum of squares (``GradientReducer.norm_sq_partials``), its mean loss (None: it has
-    seen none), whether it has been asked to stop, and whether it cannot take the step.
+    This rank brings its share of the sum of squares (``GradientReducer.norm_sq_partials``), the sum of its losses over
+    so many micro-batches (None: it has seen none), whether it has been asked to stop, and whether it cannot take the
+    step.
 
     Raises:
         RankMismatchError: ranks have launched different collectives, which a backend that pairs them by their number
@@ -158,7 +175,9 @@ def agree(
     losses[comm.rank] = struct.unpack("<q", struct.pack("<d", math.nan if loss is None else loss))[0]
     flags = [int(flag) for flag in (stop, trouble, loss is not None and not math.isfinite(loss))]
     own = torch.tensor([*losses, *flags, path, path * path], dtype=torch.int64)
-    words = torch.cat([norm_sq_partials, own.to(norm_sq_partials.device)])
+    device = norm_sq_partials.device
+    # From locked memory, so that the all-reduce is launched before the GPU has come to it; then the CPU waits, once.
+    words = torch.cat([norm_sq_partials, accelerator_of(device).pin(own).to(device, non_blocking=True)])
     comm.all_reduce(AGREEMENT, words).wait()
     numbers = comm.read(words)
     # By Cauchy and Schwarz W * sum(p^2) = (sum p)^2 exactly if all p are equal.
@@ -171,7 +190,7 @@ def agree(
     everyone = struct.unpack(f"<{comm.world_size}d", struct.pack(f"<{comm.world_size}q", *numbers[WORDS:-OWN_WORDS]))
     stopping, troubled, bad = (count > 0 for count in numbers[-OWN_WORDS:-2])
     bad_losses = tuple((rank, value) for rank, value in enumerate(everyone) if bad and not math.isfinite(value))
-    mean = functools.reduce(operator.add, everyone, 0.0) / comm.world_size  # in rank order, unlike Python's own sum
+    mean = exact_sum(everyone) / (comm.world_size * micro_batches)
     return StepAgreement(norm_from_words(numbers[:WORDS]), mean, stopping, troubled, bad_losses)
 
 
@@ -252,8 +271,8 @@ class TrainedParameters:
 
 def check_precision(dtype: str, device: torch.device) -> None:
     """Raise a :class:`ConfigError` when ``device`` cannot compute in ``dtype``; say it when it does so slowly."""
-    if dtype == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        name = torch.cuda.get_device_name(device)
+    if dtype == "bf16" and not accelerator_of(device).supports_bf16(device):
+        name = accelerator_of(device).device_name(device)
         raise ConfigError(f"precision=bf16: {name} has no bf16 arithmetic; use precision=fp16 or precision=fp32")
     if dtype != "bf16" or device.type != "cpu" or platform.machine().lower() not in ("x86_64", "amd64"):
         return

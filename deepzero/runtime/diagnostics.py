@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import resource
-import sys
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from deepzero.comm import process_group
+from deepzero.comm.chaos import storage_ptr_of
 from deepzero.comm.ledger import UNPREDICTED, Ledger, Traffic
+from deepzero.device import accelerator_of
 from deepzero.runtime.grad_norm import layer_of
 from deepzero.runtime.zero.optimizer_shard import MasterFragment, ParamGroup
 from deepzero.runtime.zero.partition_parameters import GatheredParameters
+from deepzero.runtime.zero.stage3 import PartitionedParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
+
+if TYPE_CHECKING:
+    from deepzero.runtime.build import ZeroComponents
 
 
 def params_sha256(model: nn.Module) -> str:
@@ -49,23 +54,49 @@ def whole_state_dict(model: nn.Module, with_frozen: bool = True, on_cpu_of_rank_
     return state
 
 
-def used_bytes(device: torch.device) -> int:
-    """Bytes in use now: allocated on a GPU, resident on a CPU (the peak so far where the system does not say)."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return peak_bytes(device)
+def tensor_words(ledger: Ledger, zero: ZeroComponents, tensor: torch.Tensor) -> str:
+    """What a tensor is in ZeRO's words: its category in the ledger, its buckets and their parameters; or "".
+
+    Asked without torch function modes, and with partitioned parameters as plain tensors.
+    """
+
+    def same(other: torch.Tensor | None) -> bool:
+        if other is None or storage_ptr_of(other) != storage_ptr_of(tensor):
+            return False
+        (lo, hi), (begin, end) = ((t.data_ptr(), t.data_ptr() + t.nbytes) for t in (tensor, other))
+        return lo < end and begin < hi
+
+    buffers = [(f"send buffer {n}", b.send) for n, b in enumerate(zero.reducer._all_buffers)]
+    buffers += [(f"receive buffer {n}", b.recv_buffer) for n, b in enumerate(zero.reducer._all_buffers)]
+    places = [name for name, buffer in buffers if same(buffer)]
+    for number, store in enumerate(zero.stores):
+        grads = zero.optimizer_shard.grad_S[number] if number < len(zero.groups) else None
+        for bucket in store.layout.buckets:
+            parts: list[torch.Tensor | None] = [None if store.whole else store.param_shard(bucket)]
+            if grads is not None:
+                start = store.layout.shard_numel - grads.numel()
+                parts.append(bucket.of(grads) if store.whole else bucket.shard_of(grads, start))
+            if isinstance(store, FlatParamGroup):
+                parts.append(bucket.of(store.flat_P))
+            elif isinstance(store, PartitionedParamGroup):
+                parts.append(store.buckets[bucket.index]._gathered)
+            parts += [m for m, f in zip(store.masters, store.fragments, strict=False) if f.slot in bucket.slots]
+            if any(same(part) for part in parts):
+                names = [store.names[slot.index] for slot in bucket.slots]
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                places.append(f"bucket {bucket.index} of group {number} ({', '.join(names[:3])}{more})")
+    return ", ".join([*ledger.categories_of(tensor), *places])
 
 
-def peak_bytes(device: torch.device) -> int:
-    """The most that was in use so far."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def tensor_namer(ledger: Ledger, zero: ZeroComponents) -> Callable[[torch.Tensor], str]:
+    """:func:`tensor_words` of an engine, for as long as there is one."""
+    parts = weakref.ref(ledger), weakref.ref(zero)
+
+    def name(tensor: torch.Tensor) -> str:
+        ledger, zero = parts[0](), parts[1]()
+        return "" if ledger is None or zero is None else tensor_words(ledger, zero, tensor)
+
+    return name
 
 
 def gather_report(ledger: Ledger, device: torch.device, bytes_at_build: int) -> dict[str, Any]:
@@ -78,7 +109,7 @@ def gather_report(ledger: Ledger, device: torch.device, bytes_at_build: int) -> 
     ``snapshot``, where asynchronous saves were made, is their copy of the model state, in host memory; ``host_states``
     what ``offload_states`` has moved there; ``host_activations`` what checkpointed activations take there.
     """
-    residual = max(0, peak_bytes(device) - bytes_at_build)
+    residual = max(0, accelerator_of(device).max_memory_allocated(device) - bytes_at_build)
     unpredicted = {"activations": residual, **{name: ledger.held.get(name, 0) for name in UNPREDICTED}}
     ranks = process_group.all_gather_object((ledger.report(), unpredicted))
     reports = [report for report, _ in ranks]

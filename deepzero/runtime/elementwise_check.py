@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from deepzero.config.strict import ConfigError
+from deepzero.device import accelerator_of
 
 SHAPE = (6, 8)
 """Of the matrix in the trial."""
@@ -81,14 +82,17 @@ def borrowed(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer
             # A foreign __deepcopy__ may raise anything; modules, locks and C++ handles cannot be copied.
             with contextlib.suppress(Exception):
                 lent[name] = copy.deepcopy(value, memo)
-    devices = sorted({p.device for p in params if p.device.type == "cuda"}, key=str)
+    devices = {p.device for p in params if accelerator_of(p.device).has_streams}
+    generators = {device: accelerator_of(device).rng_state(device) for device in devices}
     vars(optimizer).update(lent, param_groups=[], state=defaultdict(dict))
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=()):
             yield optimizer
     finally:
         vars(optimizer).clear()
         vars(optimizer).update(real)
+        for device, state in generators.items():
+            accelerator_of(device).set_rng_state(state, device)
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,8 +118,10 @@ def state_like(
     return new
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that cannot work on slices.
+def check_elementwise(optimizer: torch.optim.Optimizer, in_turn: bool = False, cut: bool = True) -> None:
+    """Refuse an optimizer that cannot work on slices; with ``in_turn`` one that has to step on all of them at once.
+
+    Without ``cut``, as in stage 0, parameters are whole and lose their shape alone: LAMB may have its norms.
 
     Three steps on a matrix, and the same numbers once more in two 1-D slices with nothing in common, as they would lie
     on two ranks; the second slice's gradients are thirty times larger, so that a norm over everything shows. The
@@ -134,7 +140,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         settings = repr(settings_of(group))
         if group["params"] and settings not in tried:
             tried.append(settings)
-            problem = _try_group(optimizer, group)
+            problem = _try_group(optimizer, group, in_turn, cut)
             if problem:
                 raise ConfigError(
                     "ZeRO gives each rank a 1-D slice of the parameters, so the optimizer must be elementwise: each "
@@ -143,7 +149,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def _try_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str | None:
+def _try_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], in_turn: bool, cut: bool) -> str | None:
     """What speaks against the optimizer with the settings of ``group``; None: nothing."""
     device = group["params"][0].device
     generator = torch.Generator().manual_seed(0)  # on the CPU: all ranks come to one verdict
@@ -151,38 +157,46 @@ def _try_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> st
     for grad in grads:
         grad.view(-1)[CUT:].mul_(30.0)
     start, grads = start.to(device), [grad.to(device) for grad in grads]
-    flat = start.reshape(-1)
+    flat, flat_grads = start.reshape(-1), [grad.reshape(-1) for grad in grads]
+    cuts = (slice(0, CUT), slice(CUT, None)) if cut else (slice(None),)
     try:
         whole = _run(optimizer, group, start, grads).reshape(-1)
-        slices = [
-            _run(optimizer, group, flat[part], [grad.reshape(-1)[part] for grad in grads])
-            for part in (slice(0, CUT), slice(CUT, None))
-        ]
+        slices = torch.cat([_run(optimizer, group, flat[one], [grad[one] for grad in flat_grads]) for one in cuts])
+        turns = _run(optimizer, group, flat, flat_grads, cuts) if in_turn else slices
     except ConfigError:
         raise
     except Exception as error:  # a foreign step() may raise anything
         return f"failed in a trial on such slices ({type(error).__name__}: {error})"
     if torch.equal(whole, flat):
         return f"moved nothing in a trial of {STEPS} steps, so this cannot be tested"
-    difference = (whole - torch.cat(slices)).abs().max().item()
-    if not difference <= TOLERANCE * max(1.0, whole.abs().max().item()):
-        return f"gave other results for slices than for the whole, by up to {difference:.3g}"
+    for found, what in (
+        (slices, "for slices than for the whole"),
+        (turns, "when it stepped on one slice after another"),
+    ):
+        difference = (whole - found).abs().max().item()
+        if not difference <= TOLERANCE * max(1.0, whole.abs().max().item()):
+            return f"gave other results {what}, by up to {difference:.3g}"
     return None
 
 
 def _run(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], start: torch.Tensor, grads: Sequence[torch.Tensor]
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    start: torch.Tensor,
+    grads: Sequence[torch.Tensor],
+    cuts: Sequence[slice] = (slice(None),),
 ) -> torch.Tensor:
-    """The parameter that ``start`` becomes after one step for each of ``grads``."""
-    param, real = start.clone().requires_grad_(), group["params"][0]
+    """The parameter that ``start`` becomes after one step for each of ``grads``, on one of its ``cuts`` at a time."""
+    params, real = [start[cut].clone().requires_grad_() for cut in cuts], group["params"][0]
     settings, made = settings_of(group), optimizer.state.get(real)
     if "lr" in settings:
         settings["lr"] = torch.full_like(settings["lr"], LR) if torch.is_tensor(settings["lr"]) else LR
     with borrowed(optimizer) as lent:
-        lent.param_groups = [{**settings, "params": [param]}]
+        lent.param_groups = [{**settings, "params": params}]
         if made:
-            lent.state[param] = state_like(made, real, param)
-        for grad in grads:
-            param.grad = grad.clone()
+            lent.state.update((param, state_like(made, real, param)) for param in params)
+        for grad, cut, param in ((grad, *pair) for grad in grads for pair in zip(cuts, params, strict=True)):
+            param.grad = grad[cut].clone()
             lent.step()
-    return param.detach()
+            param.grad = None
+    return torch.cat([param.detach() for param in params])

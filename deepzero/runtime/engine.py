@@ -41,7 +41,7 @@ from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.backward_passes import BackwardPasses
 from deepzero.runtime.build import build_zero
-from deepzero.runtime.consistency import StepAgreement, agree
+from deepzero.runtime.consistency import StepAgreement, agree, exact_sum
 from deepzero.runtime.diagnostics import find_bad_gradient
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
@@ -240,7 +240,9 @@ class Engine(nn.Module):
         if self.state.destroyed:
             raise RuntimeError("engine.step() after engine.destroy(): give the model to deepzero.initialize again")
         if self.state.inside_no_sync:
-            raise MisuseError("engine.step() inside engine.no_sync(): leave the context first")
+            raise MisuseError(
+                "It is illegal to call Engine.step() inside no_sync context manager: leave the context first"
+            )
         self._check_pass("engine.step()")
         if self.passes.count == 0:
             raise RuntimeError(
@@ -275,8 +277,8 @@ class Engine(nn.Module):
         # 5 step: agree on finiteness and norm, unscale and clip, optimizer on the masters. The agreement is the one
         # place where ranks wait for one another's word, so everything that one rank knows alone travels in it.
         with self.comm.ranges.span("agree"):
-            words, loss = zero.stage.gradients.norm_sq_partials(), self._mean_loss()
-            agreement = agree(self.comm, words, loss, self.state.asked_to_stop, trouble is not None)
+            words, loss, count = zero.stage.gradients.norm_sq_partials(), self._sum_of_losses(), self.batch.accumulation
+            agreement = agree(self.comm, words, loss, count, self.state.asked_to_stop, trouble is not None)
         # From here on all ranks hold the same agreement, so they take the same branch of everything below.
         self.state.open = False
         self.stopping = agreement.stop
@@ -332,10 +334,10 @@ class Engine(nn.Module):
         """The divisor that makes the sum of this step's scaled gradients over ranks and micro-batches their mean."""
         return self.comm.world_size * self.batch.accumulation * self.scaler.scale
 
-    def _mean_loss(self) -> float | None:
-        """Mean over this rank's micro-batches; reading it makes the CPU wait for the device, once per step."""
-        losses = self.passes.take_losses()
-        return sum(self.comm.read(loss.reshape(1))[0] for loss in losses) / len(losses) if losses else None
+    def _sum_of_losses(self) -> float | None:
+        """Of this rank, one for each micro-batch; reading it makes the CPU wait for the device, once per step."""
+        losses = [self.comm.read(loss.reshape(1))[0] for loss in self.passes.take_losses()]
+        return exact_sum(losses) * (self.batch.accumulation / len(losses)) if losses else None
 
     def _end_passes(self) -> RuntimeError | None:
         """Update masters, check what trains, end stage 3's passes; return what keeps this rank from a step."""
@@ -392,15 +394,16 @@ class Engine(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """As in DDP: no reduction inside. Stages 0 and 1 reduce at the boundary alone, so nothing changes for them."""
-        stage = self.config.zero.stage
-        if stage >= 2:
-            raise MisuseError(
-                f"the no_sync context manager is incompatible with zero.stage={stage}, which is there to avoid the "
-                "whole gradients that it would keep. Without it "
-                "each micro-batch is reduced as it comes, to the same sums; with zero.stage=1 once per step"
-            )
+        if self.zero.stage.gradients.every_pass:
+            stage = self.config.zero.stage
+            what = "comm.world_size_invariant, which reduces every micro-batch in the order of the global batch; set "
+            what += "it to false"
+            if stage >= 2:
+                what = f"zero.stage={stage}, which is there to avoid the whole gradients that it would keep. Without "
+                what += "it each micro-batch is reduced as it comes, to the same sums; with zero.stage=1 once per step"
+            raise MisuseError(f"the no_sync context manager is incompatible with {what}")
         if self.state.inside_no_sync:
-            raise MisuseError("no_sync is entered already")
+            raise MisuseError("no_sync context manager reentry is unsupported: it is entered already")
         self.state.inside_no_sync = True
         try:
             yield

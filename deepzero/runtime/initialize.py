@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
@@ -16,13 +17,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from deepzero.comm import process_group
+from deepzero.comm.simulated_streams import simulate_streams
 from deepzero.comm.topology import check_ranks
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.compat.optimizer_names import NoOptimizer
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
+from deepzero.runtime.build import check_params
 from deepzero.runtime.consistency import agree_to_start, check_parameters, check_precision, describe
+from deepzero.runtime.diagnostics import tensor_namer
+from deepzero.runtime.invariance import dependences, refuse_dependence
+from deepzero.runtime.loss_scaler import build_loss_scaler
+from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
 from deepzero.runtime.zero.guards import check_unclaimed
 from deepzero.runtime.zero.partition_parameters import Init, ZeroParameter, unpartition
@@ -91,22 +98,55 @@ def initialize(
     """
     settings, problem = EngineConfig(), None
     try:
-        settings = _only_config(config, config_params, args)
+        settings = _simulating(_only_config(config, config_params, args))
         _refuse_other_parallelism(mpu, mesh_param)
     except ConfigError as error:
         problem = error
     _join(dist_init_required, distributed_port, settings.comm.timeout_seconds)
-    model, chosen = _agreed(problem, settings, model, optimizer, model_parameters, lr_scheduler)
-    _warn_of_two("lr_scheduler", lr_scheduler, settings.scheduler)
-    if callable(lr_scheduler) and not callable(getattr(lr_scheduler, "step", None)):
-        lr_scheduler = lr_scheduler(chosen)
+    given = (optimizer, model_parameters, lr_scheduler, total_steps)
+    model, chosen, lr_scheduler = _taken(problem, settings, model, *given)
     trains = not isinstance(chosen, NoOptimizer)
     settings = settings if trains else dataclasses.replace(settings, scheduler=None)
     engine = DeepSpeedEngine(model, chosen, settings, lr_scheduler, total_steps)
+    if engine.global_rank == 0:
+        log.info(engine.describe_bits())
     engine.collate_fn = collate_fn
+    _name_tensors(engine)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, chosen if trains else None, engine.training_dataloader, engine.lr_scheduler
+
+
+def _taken(
+    problem: Exception | None, settings: EngineConfig, model: nn.Module | None, *given: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """What :func:`_agreed` gives. An engine that has this model goes on unless everything can be used."""
+    older = DeepSpeedEngine.of(model)
+    with older.unfrozen() if older is not None else contextlib.nullcontext():
+        found = _agreed(problem, settings, model, older is not None, *given)
+    if older is not None:
+        older.destroy()
+        if process_group.rank() == 0:
+            log.warning(
+                "deepzero.initialize was given a model that has an engine: that one lets go of it, and trains no more. "
+                "Call its destroy() before, or give one of the two a copy of the model"
+            )
+    _put_together(settings.zero.stage, found[0])
+    return found
+
+
+def _simulating(settings: EngineConfig) -> EngineConfig:
+    """With ``comm.simulated_streams``, simulate them from now on, and sum as on gloo."""
+    if not settings.comm.simulated_streams:
+        return settings
+    simulate_streams()
+    comm = dataclasses.replace(settings.comm, reduce=settings.comm.reduce or "exact")
+    return dataclasses.replace(settings, comm=comm)
+
+
+def _name_tensors(engine: DeepSpeedEngine) -> None:
+    if engine.config.comm.simulated_streams:
+        simulate_streams().namers.append(tensor_namer(engine.comm.ledger, engine.zero))
 
 
 def _join(required: bool | None, port: int | None, timeout: float) -> None:
@@ -141,11 +181,16 @@ def _agreed(
     problem: Exception | None,
     settings: EngineConfig,
     model: nn.Module | None,
+    has_engine: bool,
     optimizer: Any,
     model_parameters: Any,
     lr_scheduler: Any,
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Check what this rank was given, then tell the other ranks: all start, or all raise."""
+    total_steps: int | None,
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Check what this rank was given, then tell the other ranks: all start, or all raise.
+
+    The optimizer and the schedule are made here, and over parameters that may still belong to an engine.
+    """
     try:
         if problem is not None:
             raise problem
@@ -163,8 +208,15 @@ def _agreed(
             advice = "load them first, or use zero stage 3, which makes them module by module"
             raise ConfigError(f"parameter {without_values[0]!r} is on the meta device and has no values; {advice}")
         check_parameters(model)
+        if settings.comm.world_size_invariant:
+            refuse_dependence(dependences(settings, model, process_group.default_device()))
         chosen = _optimizer(model, optimizer, model_parameters, settings)
-        check_elementwise(chosen)
+        names = {param: name for name, param in model.named_parameters()}
+        if not has_engine:
+            check_unclaimed(names)
+        check_params(names, chosen)
+        check_elementwise(chosen, settings.zero.overlap_param_gather, settings.zero.stage > 0)
+        build_loss_scaler(settings.precision)  # can still refuse its numbers
         if isinstance(lr_scheduler, LRScheduler) and isinstance(chosen, NoOptimizer):
             raise ConfigError(
                 "lr_scheduler= was given, and nothing trains: neither initialize nor its config has an optimizer. Pass "
@@ -175,14 +227,22 @@ def _agreed(
                 "lr_scheduler= was built for another optimizer than the one that trains, whose rates it would never "
                 "change; build it from the optimizer= that you pass, or pass a callable that makes it from one"
             )
-        mine = describe(settings, model, chosen)
+        _warn_of_two("lr_scheduler", lr_scheduler, settings.scheduler)
+        if callable(lr_scheduler) and not callable(getattr(lr_scheduler, "step", None)):
+            lr_scheduler = lr_scheduler(chosen)
+        if lr_scheduler is None and settings.scheduler is not None and not isinstance(chosen, NoOptimizer):
+            lr_scheduler = build_scheduler(settings.scheduler, chosen, total_steps)
+        mine = describe(settings, model, chosen) | {"whether the model has an engine": str(has_engine)}
     except Exception as error:
         agree_to_start(error, {})
         raise
     agree_to_start(None, mine)
-    # Stages 0-2 keep parameters whole: what ``zero.Init`` has cut is put together again, by a collective.
-    whole = settings.zero.stage < 3
-    cut = {name: param for name, param in model.named_parameters() if whole and isinstance(param, ZeroParameter)}
+    return model, chosen, lr_scheduler
+
+
+def _put_together(stage: int, model: nn.Module) -> None:
+    """Stages 0-2 keep parameters whole: what ``zero.Init`` has cut is put together again. A collective."""
+    cut = {name: param for name, param in model.named_parameters() if stage < 3 and isinstance(param, ZeroParameter)}
     check_unclaimed({param: name for name, param in cut.items()})
     for param in cut.values():
         unpartition(param)
@@ -190,9 +250,8 @@ def _agreed(
         log.warning(
             "zero.Init has partitioned the model, and zero stage %d keeps its parameters whole: they are gathered on "
             "every rank. Set zero_optimization.stage to 3, or leave zero.Init out (enabled=False)",
-            settings.zero.stage,
+            stage,
         )
-    return model, chosen
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -38,17 +38,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deepzero.comm.chaos import storage_ptr_of
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.exact_sum import chunk_for
 from deepzero.comm.ledger import HOST_CATEGORIES, SECONDARY, SPARE, Ledger, Traffic
 from deepzero.comm.quantization import Format
 from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER
-from deepzero.comm.streams import storage_ptr_of
 from deepzero.comm.topology import Nodes
 from deepzero.config.engine import EngineConfig
 from deepzero.layout import Bucket, FlatLayout, OffloadPlan
-from deepzero.offload.copy_streams import FETCH, TO_DEVICE, TO_HOST
+from deepzero.offload.copy_streams import FETCH, SUMS_TO_DEVICE, TO_DEVICE, TO_HOST
 from deepzero.offload.optimizer_offload import GRADIENTS, MOMENTS, STAGING
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
@@ -86,18 +86,24 @@ class StateSizes:
     whole_reduce: bool  # gradients are all-reduced: stage 0, or stage 1 with reduce_scatter=False
     exact: bool
     quantized_grads: Format | None = None  # qgZ's messages; None: gradients travel in the wire dtype
+    invariant: bool = False  # comm.world_size_invariant
+
+    @property
+    def every_pass(self) -> bool:
+        """Whether each micro-batch is reduced, and not their sum."""
+        return self.stage >= 2 or self.invariant
 
     @property
     def unreduced(self) -> int:
         """The u of the module's text: bytes per element of whole gradients before they are reduced."""
-        if self.stage >= 2 or (self.stage == 1 and self.overlap and self.micro_batches == 1):
+        if self.every_pass or (self.stage == 1 and self.overlap and self.micro_batches == 1):
             return 0
         return self.compute if self.micro_batches == 1 else max(self.compute, self.accumulation)
 
     @property
     def reductions(self) -> int:
         """How often a step reduces every gradient."""
-        return self.micro_batches if self.stage >= 2 else 1
+        return self.micro_batches if self.every_pass else 1
 
 
 @dataclass(frozen=True)
@@ -195,17 +201,17 @@ def bucket_bytes(
 def wire_bytes(placements: Sequence[OffloadPlan], sizes: StateSizes, world_size: int, delayed: bool) -> tuple[int, int]:
     """What an offloaded step takes beside its state, on the device and on the host.
 
-    A slot for each bucket and one more on both sides, of the largest part in fp32; and on the host two buffers for new
+    On the device a slot for each bucket and one more, of the largest part's sum; on the host two buffers for new
     parameters that are not fp32, or with a delayed update one for each bucket.
     """
     parts = [(p, i) for p in placements for i in p.layout.buckets if p.steps_on_host(i)]
     if not parts:
         return 0, 0
     slots = 3 if sizes.overlap and world_size > 1 else 2
-    staging = slots * max(bucket.shard_numel for _, bucket in parts) * 4
+    staging = slots * max(bucket.shard_numel for _, bucket in parts) * sizes.accumulation
     sent = [i.shard_numel for p, i in parts if not p.keeps_on_host(i)] if sizes.compute < 4 else []
     staged = sum(sent) if delayed else max(sent, default=0) * min(2, len(sent))
-    return staging, staging + staged * sizes.compute
+    return staging, staged * sizes.compute
 
 
 def predicted_traffic(
@@ -406,6 +412,7 @@ def build_ledger(
         whole_reduce=built.reducer.whole,
         exact=built.reducer.method == "exact",
         quantized_grads=built.quantized_grads.format if built.quantized_grads is not None else None,
+        invariant=config.comm.world_size_invariant,
     )
     layouts = [group.layout for group in built.groups]
     persistent = [g.layout for g in built.groups if not g.partitioned] if built.stage3 is not None else []
@@ -489,8 +496,8 @@ def _states(built: ZeroComponents, world: int, sizes: StateSizes) -> tuple[dict[
 def _copies(built: ZeroComponents, world: int, sizes: StateSizes) -> dict[str, Traffic]:
     """One step's copies between device and host, mean over ranks: gradients down, new parameters up.
 
-    The first micro-batch's gradients travel in the accumulation dtype; later ones, which are added on the host, in
-    fp32. Parameters that live in host memory travel when they are fetched, which is in stage 3's plan.
+    Before each micro-batch but the first the sums go up, to be added to. Parameters that live in host memory travel
+    when they are fetched, which is in stage 3's plan.
     """
     true, rest = _on_host(built, _true), _on_host(built, _rest)
     stepped = [(g.placement, b) for g in built.groups for b in g.layout.buckets if g.placement.steps_on_host(b)]
@@ -499,12 +506,12 @@ def _copies(built: ZeroComponents, world: int, sizes: StateSizes) -> dict[str, T
     def traffic(calls: int, true: int, rest: int, itemsize: int) -> Traffic:
         return Traffic(calls, true / world, rest / world, (true / world + rest / world) * itemsize)
 
-    down, up = Traffic(), Traffic()
-    for number in range(sizes.reductions):
-        itemsize = sizes.accumulation if number == 0 else 4
-        down.add(traffic(len(stepped), true.host_optimizer, rest.host_optimizer, itemsize))
-    up.add(traffic(len(sent), true.sent, rest.sent, sizes.compute))
-    return {kind: traffic for kind, traffic in ((TO_HOST, down), (TO_DEVICE, up)) if traffic.calls}
+    forms = {kind: Traffic() for kind in (TO_HOST, SUMS_TO_DEVICE, TO_DEVICE)}
+    sums = traffic(len(stepped), true.host_optimizer, rest.host_optimizer, sizes.accumulation)
+    forms[TO_HOST].add(sums, sizes.reductions)
+    forms[SUMS_TO_DEVICE].add(sums, sizes.reductions - 1)
+    forms[TO_DEVICE].add(traffic(len(sent), true.sent, rest.sent, sizes.compute))
+    return {kind: form for kind, form in forms.items() if form.calls}
 
 
 def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:

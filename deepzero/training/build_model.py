@@ -16,6 +16,7 @@ from deepzero.models.hf import HFModel, check_library
 from deepzero.planning.dry_run import TrainStep
 from deepzero.profiling.trace import check_profiler
 from deepzero.runtime.consistency import check_precision
+from deepzero.runtime.invariance import dependences_of_settings, refuse_dependence
 from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
 from deepzero.zero import set_z3_leaf_modules
@@ -47,8 +48,21 @@ def program_of(run: RunConfig, world_size: int) -> TrainStep:
     return TrainStep(lambda: build_model(run), batch, run.engine)
 
 
+def threads_of_rank(run: RunConfig, device: str) -> int | None:
+    """Intra-op threads that the settings give each rank; None where they leave it to the environment and the cores."""
+    # One rank may use all cores and two share them; a CPU's kernels sum as their threads share the work.
+    return 1 if run.engine.comm.world_size_invariant and device == "cpu" else run.launch.threads_per_rank
+
+
 def preflight(run: RunConfig, world_size: int, device: str) -> None:
     """Raise what would fail on every rank, once and before any rank starts: batch, precision, optimizer, data."""
+    if run.engine.comm.world_size_invariant:
+        refuse_dependence(dependences_of_settings(run.engine, on_gpu=device != "cpu"))
+        if device == "cpu" and (run.launch.threads_per_rank or 1) > 1:
+            raise ConfigError(
+                f"launch.threads_per_rank={run.launch.threads_per_rank}: comm.world_size_invariant=true takes one "
+                "thread a rank, as kernels sum as threads share their work; leave it out"
+            )
     batch = resolve_batch(run.engine, world_size)
     check_ranks(run.engine, world_size)
     check_precision(run.engine.precision.dtype, torch.device(device))
@@ -57,7 +71,7 @@ def preflight(run: RunConfig, world_size: int, device: str) -> None:
     if run.engine.optimizer is None or run.engine.scheduler is None:
         raise ConfigError("train.py needs an optimizer and a scheduler: choose them with optimizer=… and scheduler=…")
     optimizer = build_optimizer(run.engine.optimizer, [torch.nn.Parameter(torch.zeros(1))])
-    check_elementwise(optimizer)
+    check_elementwise(optimizer, run.engine.zero.overlap_param_gather, run.engine.zero.stage > 0)
     build_scheduler(run.engine.scheduler, optimizer, run.train.steps)
     corpus, size = load_corpus(run.data), run.model.vocab_size
     if corpus.vocab_size > size:

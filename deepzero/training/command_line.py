@@ -29,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from deepzero.checkpoint.checkpoint_dir import holds, release
+from deepzero.comm.process_group import refuse_missing_gpu
 from deepzero.config.hydra_errors import check_words, explain, plain_names
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
@@ -43,7 +44,7 @@ from deepzero.monitor.terminal import say
 from deepzero.planning import plan
 from deepzero.planning.dry_run import ClusterShape, dry_run
 from deepzero.training import run_folder
-from deepzero.training.build_model import preflight, program_of
+from deepzero.training.build_model import preflight, program_of, threads_of_rank
 from deepzero.training.resume import Command, interpreter, torchrun_words
 from deepzero.training.run_folder import at_its_start, cannot_write, has_begun, remove_unused
 from deepzero.utils.formatting import flatten
@@ -156,7 +157,7 @@ class CommandLine:
         run_folder.take(run_dir)
         run = at_its_start(run, run_dir, nproc)
         preflight(run, nproc, device)
-        threads = run.launch.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or launcher.default_threads(nproc)
+        threads = threads_of_rank(run, device) or os.environ.get("OMP_NUM_THREADS") or launcher.default_threads(nproc)
         environment = {"DEEPZERO_DEVICE": device, "OMP_NUM_THREADS": str(threads)}
         started, restarts, args = time.time(), run.launch.max_restarts, (run, str(run_dir), command)
         try:
@@ -188,9 +189,11 @@ class CommandLine:
             if run.launch.nproc not in (None, here):
                 what = f"launch.nproc={run.launch.nproc}, but torchrun has started {here} ranks here"
                 raise ConfigError(f"{what}; leave it out")
+            if run.launch.device == "auto":
+                refuse_missing_gpu()
             os.environ["DEEPZERO_DEVICE"] = device = launcher.choose_device(run.launch.device, here)
-            if run.launch.threads_per_rank is not None:
-                torch.set_num_threads(run.launch.threads_per_rank)
+            if (threads := threads_of_rank(run, device)) is not None:
+                torch.set_num_threads(threads)
             folder = run_folder.join(run, run_dir)
             if first:
                 run_folder.take(folder)

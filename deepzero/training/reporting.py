@@ -15,13 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from deepzero.comm import process_group
 from deepzero.comm.ledger import SECONDARY, off_forms
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.run import RunConfig
 from deepzero.data.corpus import Corpus
+from deepzero.device import accelerator_of
 from deepzero.models.gpt import GPT
 from deepzero.models.hf import HFModel
 from deepzero.monitor.environment import environment
@@ -50,7 +49,7 @@ def build_monitor(
 ) -> Monitor:
     """Rank 0's reports to the terminal, to files and to loggers; the others' report to nobody."""
     batch, dtype = engine.batch, run.engine.precision.dtype
-    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
+    device = accelerator_of(engine.device).device_name(engine.device)
     workload = Workload(
         total_steps=run.train.steps,
         tokens_per_step=batch.global_batch * run.model.block_size,
@@ -71,6 +70,7 @@ def build_monitor(
     monitor.line(f"model  {run.model.name}: {shape}")
     sizes = f"batch {batch.global_batch} = {batch.micro_batch} x {batch.accumulation} x {batch.world_size} ranks"
     monitor.line(f"run    ZeRO stage {run.engine.zero.stage}, {dtype}, {device}, {sizes}; {run_dir}")
+    monitor.line(engine.describe_bits())
     if offload := engine.describe_offload():
         monitor.line(offload)
     if done:
@@ -88,9 +88,10 @@ def step_record(run: RunConfig, engine: DeepSpeedEngine) -> dict[str, Any]:
 def final_facts(run: RunConfig, engine: DeepSpeedEngine, sample_text: str | None) -> dict[str, Any]:
     """What the summary says besides losses. Collective: every rank calls it."""
     rss = process_group.all_gather_object(peak_rss_bytes())
-    on_gpu, report = engine.device.type == "cuda", engine.report()
-    device_bytes = torch.cuda.max_memory_allocated(engine.device) if on_gpu else None
-    device_name = torch.cuda.get_device_name(engine.device) if on_gpu else None
+    accelerator, report = accelerator_of(engine.device), engine.report()
+    on_gpu = accelerator.has_streams
+    device_bytes = accelerator.max_memory_allocated(engine.device) if on_gpu else None
+    device_name = accelerator.device_name(engine.device) if on_gpu else None
     return {
         "params_sha256": engine.params_sha256(),
         "model_numel": engine.model_numel,
@@ -147,8 +148,8 @@ class StepTimeline:
         self.step = min(first_step + wanted, run.train.steps) if wanted else 0
         """Which optimizer step is recorded, counted from 1 over the whole run; 0: none."""
         self._run_dir, self._engine = run_dir, engine
-        on_gpu = engine.device.type == "cuda"
-        weigh = partial(torch.cuda.memory_allocated, engine.device) if on_gpu else None
+        accelerator = accelerator_of(engine.device)
+        weigh = partial(accelerator.memory_allocated, engine.device) if accelerator.has_streams else None
         self._recorder = StepRecorder(engine.ledger, points_for(engine.world_size), weigh)
 
     def begin(self, step: int) -> None:

@@ -16,7 +16,9 @@ from typing import Any, ClassVar, NoReturn
 from deepzero.checkpoint.checkpoint_dir import LOCK, RUN_CHECKPOINTS, acquire, holds, point_latest
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm import process_group
+from deepzero.comm.simulated_streams import simulate_streams
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
+from deepzero.config.engine import resolve_batch
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.data.sampler import GlobalBatchSampler
@@ -24,7 +26,15 @@ from deepzero.launch import rank_process
 from deepzero.launch.rank_process import leave, stop_signal
 from deepzero.monitor.metrics_file import METRICS, clear
 from deepzero.monitor.monitor import Monitor
-from deepzero.training.resume import Command, find_start, keep_global_batch, manifest_of, tag_of, way_out
+from deepzero.training.resume import (
+    Command,
+    find_start,
+    keep_global_batch,
+    manifest_of,
+    other_micro_batch,
+    tag_of,
+    way_out,
+)
 
 RUN_FOLDER_NOTE = "run-folder"
 """A rank leaves the folder's name for the attempts after this one."""
@@ -114,7 +124,12 @@ def at_its_start(run: RunConfig, run_dir: Path, world_size: int) -> RunConfig:
     path = find_start(run.train.resume, run_dir, rank_process.restart_count() > 0)
     if path is not None:
         manifest = manifest_of(path, run.train.steps)
-        return dataclasses.replace(run, engine=keep_global_batch(run.engine, manifest, world_size))
+        engine = keep_global_batch(run.engine, manifest, world_size)
+        if engine.comm.world_size_invariant and (
+            other := other_micro_batch(manifest, resolve_batch(engine, world_size))
+        ):
+            raise ConfigError(f"comm.world_size_invariant=true, but {other}; start a number of ranks that divides them")
+        return dataclasses.replace(run, engine=engine)
     if run.train.init_from is not None and not Path(run.train.init_from).expanduser().exists():
         raise ConfigError(f"train.init_from={run.train.init_from}: no such file or folder")
     return run
@@ -122,6 +137,8 @@ def at_its_start(run: RunConfig, run_dir: Path, world_size: int) -> RunConfig:
 
 def join(run: RunConfig, run_dir_name: str) -> Path:
     """Meet the other ranks; returns the run folder: rank 0's, or that of the attempts before this one."""
+    if run.engine.comm.simulated_streams:
+        simulate_streams()  # before the model is built
     process_group.init_distributed(timeout_seconds=run.engine.comm.timeout_seconds)
     # A host that joins a running job may get rank 0, and would begin a folder of its own.
     earlier = [note for note in process_group.all_gather_object(rank_process.recall(RUN_FOLDER_NOTE)) if note]
@@ -144,6 +161,10 @@ def load_start(
             sampler.go_on(engine.global_steps, engine.global_samples)
             if (now := data_of(run, sampler)) != saved and engine.global_rank == 0:
                 _tell(f"the checkpoint was trained on {saved}, this run goes on with {now}")
+            if (
+                other := other_micro_batch(manifest_of(path, run.train.steps), engine.batch)
+            ) and engine.global_rank == 0:
+                _tell(f"other bits from here on: {other}")
         elif run.train.init_from is not None:
             engine.load_checkpoint(run.train.init_from, load_module_only=True)
     except CheckpointError as error:  # the message says it all, and another attempt would read the same files

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 T = TypeVar("T")
 _COMPILING = threading.RLock()
@@ -107,3 +108,8 @@ def compilation() -> Iterator[None]:
     except Exception as error:
         text = str(error).strip().splitlines() or [""]
         raise CompilationError(f"torch.compile failed: {type(error).__name__}: {text[0]}") from error
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module runs as compiled code: ``torch.compile(module)``, or ``module.compile()``."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"

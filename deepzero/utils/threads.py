@@ -1,8 +1,5 @@
 """Threads that work on the device of the thread that starts them. Every thread of deepzero is started here.
 
-CUDA's current device belongs to a thread, and is GPU 0 in a new one. Whatever asks CUDA anything there, waiting for an
-event included, then makes a context on GPU 0: half a gigabyte for each other rank of the machine.
-
 Nothing here imports torch: a process that has not imported it yet has no device to choose.
 """
 
@@ -44,8 +41,8 @@ def thread_pool(count: int, name: str) -> ThreadPoolExecutor:
 
 def _choice() -> Callable[[], None]:
     """What a new thread does first."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():  # to ask would make a context
+    if "torch" not in sys.modules:
         return lambda: None
-    device = torch.cuda.current_device()
-    return lambda: torch.cuda.set_device(device)
+    from deepzero.device import accelerator
+
+    return accelerator().thread_start()

@@ -182,7 +182,11 @@ def test_accelerator(monkeypatch, kind):
         device.range_push("part"), device.range_pop()
     with pytest.raises(AttributeError, match="no warp_drive"):
         device.warp_drive()
-    with mock.patch("torch.cuda.is_available", lambda: True), mock.patch("torch.cuda.device_count", lambda: 1):
+    with (
+        mock.patch("torch.accelerator.current_accelerator", lambda check_available=False: torch.device("cuda")),
+        mock.patch("torch.accelerator.device_count", lambda: 1),
+        mock.patch("torch.accelerator.current_device_index", lambda: 0),
+    ):
         assert accelerator.get_accelerator.__wrapped__().device_name() == process_group.default_device().type == kind
     monkeypatch.setenv("DEEPZERO_DEVICE", "cpu")
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")

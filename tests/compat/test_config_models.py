@@ -4,6 +4,7 @@ import math
 from operator import attrgetter
 
 import pytest
+import torch
 from pydantic import Field, ValidationError
 
 from deepzero.compat.config_models import (
@@ -16,6 +17,7 @@ from deepzero.compat.config_models import (
     ZeroStageEnum,
     get_bfloat16_config,
 )
+from deepzero.compat.optimizer_names import CreateLossScaler, LossScaleConfig
 from deepzero.config.strict import ConfigError
 
 BIG = 500_000_000
@@ -99,3 +101,27 @@ def test_a_whole_config():
         DeepSpeedConfig({})
     with pytest.raises(ConfigError, match="unknown config key"):
         DeepSpeedConfig({**given, "gradient_cliping": 1})
+
+
+def test_a_loss_scale_from_deepspeeds_arguments():
+    given = DeepSpeedFP16Config(initial_scale_power=8, loss_scale_window=2, hysteresis=3).dynamic_loss_scale_args()
+    assert given == {"init_scale": 256, "scale_window": 2, "delayed_shift": 3, "consecutive_hysteresis": False,
+                     "min_scale": 1}  # fmt: skip
+    scale = LossScaleConfig(torch.float16, True, 0, given)
+    assert (scale.cur_scale, scale.scale_window, scale.cur_hysteresis, scale.dynamic_loss_scale) == (256, 2, 3, True)
+    assert LossScaleConfig(torch.float16, False, 128.0, None).cur_scale == 128.0
+    assert LossScaleConfig(torch.bfloat16, True, 0, None).cur_scale == 1.0
+    for keywords, found in (({}, (2**32, 1)), ({"profile": "unfused"}, (2**16, 0.25)),
+                            ({"initial_dynamic_scale": 8.0}, (8, 1))):  # fmt: skip
+        scale = LossScaleConfig(torch.float16, True, 0, None, **keywords)
+        assert (scale.cur_scale, scale.min_loss_scale) == found and scale.use_grad_scaling
+    assert not LossScaleConfig(torch.bfloat16, True, 0, None).use_grad_scaling
+    with pytest.raises(ConfigError, match="fused, unfused"):
+        LossScaleConfig(torch.float16, True, 0, None, profile="other")
+    with pytest.raises(TypeError, match="surprise"):
+        LossScaleConfig(torch.float16, True, 0, None, surprise=1)
+    assert CreateLossScaler(torch.float16, 128.0, False, None).loss_scale == 128.0
+    assert CreateLossScaler(torch.float16, 1.0, True, given).loss_scale == 256
+    assert CreateLossScaler(torch.float32, 128.0, True, None).loss_scale == 1.0
+    with pytest.raises(AssertionError, match="dynamic_loss_args"):
+        CreateLossScaler(torch.float16, 128.0, True, None)

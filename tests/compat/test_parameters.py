@@ -1,6 +1,7 @@
 """DeepSpeed's words for stage 3's parameters: what its users call on a parameter, ``Init`` and modules."""
 
 import copy
+import tempfile
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 
 import deepzero
 from deepzero import utils, zero
+from deepzero.comm import process_group
+from deepzero.compat import zero_to_fp32
 from deepzero.zero import GatheredParameters, OffloadStateTypeEnum, ZeroParamStatus
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import WHOLE, config, make_model, one_step, start
@@ -60,6 +63,35 @@ def test_verbs_on_a_parameter(rank, world):
         late(torch.ones(1, late.in_features))  # outside of a forward pass of the whole
         assert not torch.isnan(late.weight).any()
     one_step(engine.train(), rank, world)
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+@on_ranks()
+def test_weights_of_a_checkpoint_into_parameters_of_stage_3(rank, world, gathered):
+    """``load_state_dict_from_zero_checkpoint`` fills what the program has gathered, and what it has not."""
+    engine = start(make_model(), stage=3, zero={"stage3_param_persistence_threshold": 100}, bucket=300)
+    folder = process_group.broadcast_object(tempfile.mkdtemp())
+    engine.save_checkpoint(folder)
+    before = engine.params_sha256()
+    one_step(engine, rank, world)
+    with GatheredParameters(engine.module.parameters(), enabled=gathered):
+        zero_to_fp32.load_state_dict_from_zero_checkpoint(engine.module, folder)
+    assert engine.params_sha256() == before
+    one_step(engine, rank, world, 1)
+    assert engine.params_sha256() != before
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "dtype"), [(0, "bf16", "fp32"), (0, "fp32", "bf16"), (1, "fp32", "bf16")]
+)
+@on_ranks(1)
+def test_gradients_accumulate_in_any_dtype(rank, world, stage, precision, dtype):
+    engine = start(make_model(), stage=stage, precision=precision, data_types={"grad_accum_dtype": dtype})
+    one_step(engine, rank, world)
+    assert (
+        engine.was_step_applied()
+        and engine.zero.dtypes.accumulation == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    )
 
 
 @on_ranks()
@@ -206,4 +238,11 @@ def test_on_device():
         assert layer.weight.is_meta and layer.weight.dtype == torch.bfloat16 and torch.ones(1, dtype=torch.int).is_meta
     with utils.OnDevice(dtype=torch.float64, device="cpu"):
         assert nn.Linear(3, 3).weight.dtype == torch.float64
+    again = zero.OnDevice(dtype=torch.float16)
+    for _ in range(2):
+        with again, zero.OnDevice(torch.float64, "cpu"), again:
+            assert torch.ones(1).is_meta and torch.ones(1).dtype == torch.float16
     assert torch.ones(1).dtype == torch.float32 and not torch.ones(1).is_meta
+    with pytest.raises(TypeError), zero.OnDevice(torch.int64):
+        pass
+    assert torch.ones(1).dtype == torch.float32 and isinstance(again, zero.OnDevice)

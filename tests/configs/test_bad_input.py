@@ -61,6 +61,9 @@ VALUES = [
     (["zero.stage=3", "zero.offload_param.device=cpu"], ["zero.offload_param.device", "needs zero.offload_optimizer"]),
     (["launch.nproc=0"], ["launch.nproc=0"]),
     (["launch.threads_per_rank=0"], ["launch.threads_per_rank=0"]),
+    (["comm.world_size_invariant=true", "launch.threads_per_rank=2"], ["launch.threads_per_rank=2", "leave it out"]),
+    (["comm.world_size_invariant=true", "comm.reduce=native", "zero.stage=0"], ["bits depend", "comm.reduce=exact"]),
+    (["comm.world_size_invariant=true", "grad_accum_dtype=bf16"], ["bits depend", "set grad_accum_dtype=fp32"]),
     (["launch.device=tpu"], ["launch.device='tpu'", "cpu"]),
     (["train.steps=0"], ["train.steps=0"]),
     (["train.steps=1.5"], ["train.steps=1.5", "integer"]),
@@ -117,7 +120,7 @@ def test_an_optimizer_that_is_not_elementwise():
 
 
 def test_gpus_that_are_not_there(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available=False: None)
     assert "launch.device=cuda" in complaint("launch.device=cuda")
 
 

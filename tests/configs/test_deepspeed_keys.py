@@ -64,7 +64,7 @@ def zero(**block):
     ({"optimizer": {"type": "Adam", "legacy_fusion": False}}, {"optimizer": {"type": "Adam"}}),
     ({"optimizer": {}, "scheduler": None}, {}),
     ({"optimizer": None, "scheduler": {}}, {}),
-    ({"tensor_parallel": {"autotp_size": 1}}, {}),
+    ({"tensor_parallel": {"autotp_size": 1, "tp": {"tp_size": 1}}, "aio": {"queue_depth": 8}}, {}),
     (zero(zenflow=False), {}),
     ({"communication_data_type": "bfp16"}, {"communication_data_type": "bf16"}),
     # What a stage does not have, DeepSpeed passes over.
@@ -103,6 +103,9 @@ def test_other_spellings_mean_the_same(given, plain):
     (zero(stage=2, zeropp_loco_param={}), "'zero_optimization.zeropp_loco_param' .* of older DeepSpeeds"),
     (zero(stage=2, zeropp_loco_param=False), "'zero_optimization.zeropp_loco_param' .* of older DeepSpeeds"),
     ({"aio": 5}, "aio=5 must be a mapping"),
+    ({"aio": {"block_sise": 1}}, "unknown config key 'aio.block_sise'; DeepSpeed's are block_size"),
+    ({"tensor_parallel": {"tp": {"size": 1}}}, "unknown config key 'tensor_parallel.tp.size'"),
+    ({"checkpoint": {"load_universal": "maybe"}}, "checkpoint.load_universal='maybe' must be true or false"),
     ({"pipeline": True}, "pipeline=True must be a mapping"),
     ({"pipeline": {"stages": 4}}, "pipeline.stages=4 is not implemented"),
     ({"pipeline": {"stages": "two"}}, "pipeline.stages='two' must be an integer"),
@@ -141,7 +144,7 @@ def test_what_only_steers_deepspeed_is_said_once(key, said):
         read("something else")
 
 
-VALUE = {dict: {"any": 1}, str: "fp32", bool: True, int: 7, float: 0.5}
+VALUE = {dict: {"queue_depth": 1}, str: "fp32", bool: True, int: 7, float: 0.5}
 
 
 @pytest.mark.parametrize(("key", "kind"), [(key, kind) for key, (kind, _) in MOOT.items()] + [
@@ -325,6 +328,6 @@ def test_the_tables_agree():
     everything = [key for table in tables for key in table]
     assert len(everything) == len(set(everything))
     assert {*deepspeed_keys.INSTEAD} <= {*SWITCHED_OFF, *NOT_IMPLEMENTED}
-    assert {*deepspeed_keys.SWITCH} == {*deepspeed_keys.INSIDE} <= {*SWITCHED_OFF}
+    assert {*deepspeed_keys.SWITCH} <= {*deepspeed_keys.INSIDE} <= {*SWITCHED_OFF, *MOOT, "tensor_parallel.tp"}
     assert all(name in deepspeed_keys.INSIDE[block] for block, (name, _) in deepspeed_keys.SWITCH.items())
     assert {*deepspeed_keys.BY_PRESENCE} <= {*NOT_IMPLEMENTED}

@@ -8,6 +8,7 @@ import torch
 from deepzero.comm import exact_sum, process_group
 from deepzero.comm.collectives import Communicator, DryRunCommunicator
 from deepzero.config.engine import EngineConfig
+from deepzero.device import accelerator_of
 from deepzero.runtime import engine
 from deepzero.runtime.zero.partition_parameters import Init
 
@@ -17,6 +18,12 @@ class Mirrored(DryRunCommunicator):
 
     data_ptr, alias = Communicator.data_ptr, Communicator.alias
     sum_in_rank_order = staticmethod(exact_sum.sum_in_rank_order)
+
+    def __init__(self, who, ledger, chaos, nodes=None, device="meta"):
+        super().__init__(who, ledger, chaos, nodes, device)
+        mine = accelerator_of(self.device)
+        if mine.has_streams:  # simulated ones
+            self._torch, _ = mine.collectives(None, "")
 
 
 @contextlib.contextmanager

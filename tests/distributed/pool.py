@@ -436,6 +436,8 @@ def _guarded(name):
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    if (recorder := sys.modules.get("deepzero.comm.flight_recorder")) is not None:
+        recorder.observer().subgroups.clear()
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

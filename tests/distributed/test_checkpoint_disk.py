@@ -417,18 +417,18 @@ def test_a_copy_locks_no_more_than_it_needs(monkeypatch):
         cudaHostUnregister=lambda address: locked.pop(address) * 0,
     )
     fakes = {
-        "cudart": lambda: runtime, "device": nullcontext, "synchronize": lambda device: None,
-        "current_stream": lambda device: None,
-        "Event": lambda: SimpleNamespace(record=lambda stream: None, synchronize=None),
+        "cudart": lambda: runtime, "device": nullcontext, "current_stream": lambda device: None,
+        "Event": lambda enable_timing: SimpleNamespace(record=lambda stream: None, synchronize=None),
     }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     saver, needed = async_save.Saver(torch.device("cuda"), 1.0), []
     for numel in (700_000, 300_000, 1_100_000):
         values = torch.arange(numel, dtype=torch.float32)
         plan = shard_file.plan_shard([shard_file.Entry("master", "w", 0, values)], {})
         copied, _ = saver._snapshot(plan)
-        assert bytes(copied.image) == plan.header + values.numpy().tobytes()
+        assert bytes(copied.image.numpy()) == plan.header + values.numpy().tobytes()
         needed.append(plan.bytes)
         (size,) = locked.values()
         assert max(needed) <= size < max(needed) + ALIGN_BYTES

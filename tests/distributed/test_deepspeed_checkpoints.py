@@ -6,7 +6,9 @@ import runpy
 import shutil
 import tarfile
 from argparse import Namespace
+from collections import defaultdict
 from pathlib import Path, PurePosixPath
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,11 +18,13 @@ from safetensors.torch import load_file
 import deepzero
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.compat import deepspeed_checkpoint, zero_to_fp32
-from deepzero.compat.checkpoint_utils import clone_tensors_for_torch_save
+from deepzero.compat.utilities import clone_tensors_for_torch_save
 from deepzero.runtime.zero.partition_parameters import GatheredParameters
 from deepzero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from tests.distributed import moved_runs
 from tests.distributed.checkpoints import said
 from tests.distributed.moved_runs import CLIENT_STATE, RUNS, SAVED, UNTIL, Model, optimizer_for, settings, train
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import log_lines
 
 
@@ -94,6 +98,33 @@ def test_a_run_moves_over(ranks, theirs, tmp_path, name, tag, stage, world):
     """Masters, moments, frozen and tied parameters, buffer, counters, scale and schedule; then the same losses."""
     shutil.copytree(theirs / name, tmp_path / name)
     ranks.run(moves_over, tmp_path, name, tag, stage, world_size=world)
+
+
+def linear_of_deepspeed(x, weight, bias=None):
+    """What DeepSpeed's stage 3 puts in the place of torch's, for inputs of three dimensions."""
+    product = x.matmul(weight.t())
+    return product if bias is None else product + bias
+
+
+def next_losses(rank, world, folder):
+    """The first loss after a checkpoint of DeepSpeed's stage 3, with torch's linear layers and with DeepSpeed's."""
+    found = []
+    for linear in (torch.nn.functional.linear, linear_of_deepspeed):
+        with mock.patch.object(torch.nn.functional, "linear", linear), mock.patch.object(
+            moved_runs, "Affine", torch.nn.Linear
+        ):  # fmt: skip
+            engine = engine_for("stage2-bf16", 2)
+            engine.load_checkpoint(folder, "own")
+            found.append(train(engine, SAVED, SAVED + 1, 0)[0])
+            engine.destroy()
+    return found
+
+
+def test_deepspeeds_linear_rounds_twice(ranks, theirs):
+    """Nothing else keeps the first loss after its stage 3 from being the same to the last bit."""
+    once, twice = ranks.run(next_losses, theirs / "stage3-bf16", world_size=1)[0]
+    assert abs(once - twice) > 1e-3
+    assert twice == pytest.approx(moved_runs.NEXT_LOSS, abs=1e-4)
 
 
 def edited(change):
@@ -178,8 +209,15 @@ def weights_alone(rank, world, folder):
     message = said(engine.load_checkpoint, folder)
     assert "multiarray.scalar, numpy.dtype, pathlib" in message and "load_module_only=True" in message
     allowed = [np.dtype, np.dtypes.Float64DType, type(PurePosixPath()), np.float64(0).__reduce__()[0]]
-    with torch.serialization.safe_globals(allowed), log_lines("deepzero.compat.deepspeed_checkpoint") as lines:
+    with (
+        torch.serialization.safe_globals(allowed),
+        log_lines("deepzero.compat.deepspeed_checkpoint") as lines,
+        log_lines("deepzero.checkpoint.json_codec") as warned,
+    ):
         _, client_state = engine.load_checkpoint(folder)
+    counts = client_state.pop("counts")
+    assert counts == {"a": [1]} and counts["b"] == [] and type(client_state.pop("by")) is dict
+    assert ["client_state['by'] is a defaultdict" in line for line in warned] == [True] * (rank == 0)
     assert client_state["best"] == 0.5 and {*client_state} == {*CLIENT_STATE, "best"} and engine.global_steps == SAVED
     said_once = ["client_state['where'] is a pathlib" in line and "left out" in line for line in lines]
     assert said_once == [True] * (rank == 0)
@@ -189,8 +227,25 @@ def weights_alone(rank, world, folder):
 def test_weights_alone_and_by_latest(ranks, theirs, tmp_path):
     shutil.copytree(theirs / "stage2-bf16", tmp_path, dirs_exist_ok=True)
     (tmp_path / "latest").write_text("own")
-    edited(lambda content: content.update(where=PurePosixPath("/x"), best=np.float64(0.5)))(tmp_path / MODEL)
+    counts, by = defaultdict(list, a=[1]), defaultdict(PurePosixPath, a=1)
+    edited(lambda content: content.update(where=PurePosixPath("/x"), best=np.float64(0.5), counts=counts, by=by))(
+        tmp_path / MODEL
+    )
     ranks.run(weights_alone, tmp_path)
+
+
+@on_ranks(1)
+def test_load_universal_looks_for_its_own_latest_first(rank, world, tmp_path):
+    for asked, found in ((True, "older"), (False, "newer")):
+        model = Model()
+        config = settings(2, "fp32") | {"checkpoint": {"load_universal": asked}}
+        engine = deepzero.initialize(model=model, optimizer=optimizer_for(model), config=config)[0]
+        assert engine.load_universal_checkpoint() is asked
+        for tag in ("older", "newer"):
+            engine.save_checkpoint(tmp_path, tag=tag)
+        (tmp_path / "latest_universal").write_text("older\n")
+        assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / found)
+        engine.destroy()
 
 
 def saves(rank, world, folder):

@@ -14,11 +14,11 @@ from torch import nn
 
 import deepzero
 from deepzero.comm import flight_recorder, process_group
+from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, FlightRecorder, State
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.process_group import StoreMailbox
-from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig
 from deepzero.health import desync_watchdog
 from deepzero.health.desync_watchdog import RankDivergenceError, RankLeftError, Watchdog

@@ -137,12 +137,67 @@ def test_a_model_that_building_broke_off_with_is_refused(rank, world):
         one_step(start(make_model(), stage=stage), rank, world)
 
 
+@pytest.mark.parametrize("stages", [(2, 2), (3, 1), (0, 3)])
 @on_ranks()
-def test_model_moved_or_wrapped_twice(rank, world):
+def test_a_second_engine_takes_the_model(rank, world, stages):
+    """The first lets go, with its values; a model that only contains it is refused."""
+    first = start(make_model(), stage=stages[0], precision="bf16", zero=WHOLE if stages[0] == 3 else {})
+    one_step(first, rank, world)
+    with pytest.raises(deepzero.ConfigError, match="belongs to another engine"):
+        start(nn.Sequential(first.module), stage=stages[0])
+    before = first.params_sha256()
+    with log_lines() as lines:
+        second = start(first.module, stage=stages[1], precision="bf16")
+    assert [("lets go of it" in line) for line in lines].count(True) == (rank == 0)
+    assert second.params_sha256() == before
+    with pytest.raises(RuntimeError, match=r"after engine\.destroy\(\)"):
+        first.step()
+    one_step(second, rank, world, 1)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_what_is_refused_takes_no_engine_its_model(rank, world, stage):
+    """Settings, an optimizer, a schedule that cannot be used, of this rank or of another: the first engine goes on."""
+    engine = start(make_model(), stage=stage, precision="bf16", zero=WHOLE if stage == 3 else {})
+    model, settings = engine.module, config(stage=stage)
+    foreign = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    late = {"type": "WarmupLR", "params": {"warmup_num_steps": "many"}}
+    for number, given in enumerate((
+        {"config": {"gradient_cliping": 1}},
+        {"config": config(stage=stage, train_batch_size=7)},
+        {"config": config(stage=stage, scheduler=late)},
+        {"config": settings, "optimizer": foreign},
+        {"config": settings, "optimizer": engine.optimizer},
+        {"config": settings, "mesh_param": 1},
+        {"config": settings, "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(foreign)},
+        {"config": settings if rank else {"gradient_cliping": 1}},
+        {"config": settings, "model": model if rank else make_model()},
+    )):  # fmt: skip
+        with pytest.raises((deepzero.ConfigError, RankMismatchError)):
+            deepzero.initialize(**{"model": model, **given})
+        one_step(engine, rank, world, number)
+    assert engine.global_steps == number + 1
+
+
+@on_ranks()
+def test_an_evaluating_engine_keeps_its_model_where_training_is_refused(rank, world):
+    """And gives it to one that trains: it had frozen the parameters."""
+    settings = config(stage=2)
+    del settings["optimizer"]
+    model = make_model()
+    engine = deepzero.initialize(model=model, config=settings)[0]
+    with pytest.raises(deepzero.ConfigError):
+        deepzero.initialize(model=model, config=config(stage=2, optimizer={"type": "AdamW", "params": {"lr": -1.0}}))
+    assert not any(param.requires_grad for param in model.parameters()) and not engine.state.destroyed
+    one_step(start(model, stage=2), rank, world)
+    assert engine.state.destroyed
+
+
+@on_ranks()
+def test_model_moved(rank, world):
     model = make_model()
     engine = start(model, stage=2, precision="bf16")
-    with pytest.raises(deepzero.ConfigError, match="belongs to another engine"):
-        start(model, stage=2, precision="bf16")
     engine.backward(engine(*my_micro_batches(0, rank, world, 2, 1)[0]))
     if rank == 0:
         model.norm.weight.data = model.norm.weight.data.float()

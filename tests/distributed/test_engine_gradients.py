@@ -1,5 +1,6 @@
 """What a program may do with gradients between two steps: nothing of a step is lost, or counted twice."""
 
+import contextlib
 import math
 
 import pytest
@@ -65,6 +66,47 @@ def test_zero_grad_is_harmless_at_any_time(rank, world, stage, settings):
         engine.destroy()
     never, always = found
     assert never == always
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks()
+def test_no_sync_is_the_programs_own_accumulation(rank, world, stage):
+    """Inside, what DeepSpeed refuses is refused in its words; ``zero_grad`` drops what has come, as in torch."""
+    hashes = []
+    for disturb in (False, True):
+        engine = start(make_model(), stage=stage, bucket=800)
+        one_step(engine, rank, world)
+        first, last = my_micro_batches(1, rank, world, 2, 2)
+        if disturb:
+            with engine.no_sync():
+                engine.backward(engine(*make_batch(50, 2)))
+                with pytest.raises(AssertionError, match=r"illegal to call Engine\.step"):
+                    engine.step()
+                with pytest.raises(AssertionError, match="reentry is unsupported"), engine.no_sync():
+                    pass
+            engine.zero_grad()
+            assert safe_get_full_grad(engine.module.norm.weight) is None
+        with engine.no_sync():
+            engine.backward(engine(*first))
+        engine.backward(engine(*last))
+        engine.step()
+        engine.zero_grad()
+        one_step(engine, rank, world, 2)
+        hashes.append((engine.last_step.grad_norm, engine.params_sha256(), engine.micro_steps))
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks()
+def test_zero_grad_keeps_the_count_of_micro_batches(rank, world, stage):
+    """``no_sync`` in every other micro-batch, ``zero_grad`` before and ``step`` after each: every second one acts."""
+    engine = start(make_model(), stage=stage, gradient_accumulation_steps=2)
+    for i in range(6):
+        engine.zero_grad()
+        with engine.no_sync() if i % 2 == 0 else contextlib.nullcontext():
+            engine.backward(engine(*make_batch(i, 2)))
+        engine.step()
+        assert (engine.micro_steps, engine.global_steps) == (i + 1, (i + 1) // 2)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

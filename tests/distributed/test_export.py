@@ -234,16 +234,25 @@ def test_save_16bit_model_refuses_and_fails_on_all_ranks(rank, world, tmp_path):
     before = engine.params_sha256()
     engine.save_16bit_model(folder)
     was = (folder / "model.safetensors").read_bytes() if rank == 0 else b""
-    for name in ("pytorch_model.bin", "model.pt", "a/b.safetensors", "model"):
-        expected = "pickle" if name in ("pytorch_model.bin", "model.pt") else "ends in .safetensors"
-        assert expected in said(engine.save_16bit_model, folder, name)
+    for name in ("a/b.safetensors", "model"):
+        assert "ends in .safetensors" in said(engine.save_16bit_model, folder, name)
+    assert "pass the same" in said(engine.save_16bit_model, folder, f"{rank}.pt")
+    assert "is one file" in said(engine.save_16bit_model, folder, "model.bin", max_shard_size="1GB")
+    for name in ("pytorch_model.bin", "model.pt"):
+        assert engine.save_16bit_model(folder, name)
+        whole, tensors = engine.module_state_dict(), safetensors_torch.load_file(folder / "model.safetensors")
+        written = torch.load(folder / name)
+        assert written.keys() == whole.keys() and all(torch.equal(written[key], whole[key]) for key in whole)
+        assert all(torch.equal(written[key], value) for key, value in tensors.items())
     assert "not a size" in said(engine.save_16bit_model, folder, max_shard_size="many")
     assert "pass the same" in said(engine.save_16bit_model, folder / str(rank))
     with patch.object(shard_file, "put", full_disk):
         assert "No space left" in said(engine.save_16bit_model, folder)
+    with patch.object(torch, "save", lambda _, file: full_disk(file, file.write(bytes(3000)))):
+        assert "No space left" in said(engine.save_16bit_model, folder, "model.pt")
     if rank == 0:
-        assert (folder / "model.safetensors").read_bytes() == was
-        assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+        assert (folder / "model.safetensors").read_bytes() == was and torch.load(folder / "model.pt")
+        assert {path.name for path in folder.iterdir()} == {"model.safetensors", "pytorch_model.bin", "model.pt"}
     assert engine.params_sha256() == before
     one_step(engine, rank, world)
     engine.save_16bit_model(folder)

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepzero
+from deepzero.comm.chaos import Chaos
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig
 from deepzero.offload.activations import (
     ACTIVATIONS_TO_DEVICE,

@@ -88,6 +88,7 @@ def plan_and_run(rank, world_size, config, model):
 CASES = {
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
+    "stage 2, gathers overlapped": {"stage": 2, "overlap_param_gather": True},
     "stage 3": {"stage": 3, "stage3_prefetch_bucket_size": 30_000},
     "stage 3, all in few bits": {
         "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True,

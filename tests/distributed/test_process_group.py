@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from deepzero.comm import flight_recorder, process_group, rendezvous, topology
+from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator, DryRunCommunicator, DryRunRank
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig
 from deepzero.config.strict import ConfigError
 from tests import doors

@@ -5,13 +5,13 @@ from collections import defaultdict
 import pytest
 import torch
 
+from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.exact_sum import sum_in_rank_order
 from deepzero.comm.ledger import Ledger, Traffic
 from deepzero.comm.quantization import Format, Quantizer
 from deepzero.comm.quantized_reduce import BETWEEN, INSIDE, QuantizedReduce
 from deepzero.comm.reduce_scatter import REDUCE_SCATTER, BucketReducer
-from deepzero.comm.streams import Chaos
 from deepzero.comm.topology import Nodes
 from deepzero.config.engine import ChaosConfig
 from deepzero.layout import plan_layout
@@ -61,21 +61,22 @@ class Plain:
         tally[1] += float((x.double() - decoded.double()).square().sum())
         return decoded
 
-    def reduce(self, bucket, grads):
-        """Every owner's sum. ``grads``: every rank's bucket."""
+    def reduce(self, bucket, grads, before=None):
+        """Every owner's sum. ``grads``: every rank's bucket; ``before``: what each owner has already."""
         per_node, sums = self.nodes.per_node, []
         for owner in range(self.nodes.world_size):
             mine = slice(owner * bucket.shard_numel, (owner + 1) * bucket.shard_numel)
-            total = None
+            total = before[owner] if before else None
             for node in range(self.nodes.count):
-                messenger, inside = node * per_node + owner % per_node, None
+                messenger = node * per_node + owner % per_node
+                inside = total if self.nodes.count == 1 else None  # of one node nothing has to be put together first
                 for rank in range(node * per_node, (node + 1) * per_node):
                     part = grads[rank][mine]
                     part = part.float() if rank == messenger else self.travels(part, rank, bucket, (1, owner))
                     inside = part if inside is None else inside + part
                 if messenger != owner:
                     inside = self.travels(inside, messenger, bucket, (3, owner))
-                total = inside if total is None else total + inside
+                total = inside if total is None or self.nodes.count == 1 else total + inside
             sums.append(total)
         return sums
 
@@ -113,8 +114,9 @@ def check(found, nodes, layout, form, dtype, steps, feedback=False):
     for step in range(steps):
         grads = [gradients(layout, rank, step, dtype) for rank in range(world)]
         for number, bucket in enumerate(layout.buckets):
-            for rank, total in enumerate(plain.reduce(bucket, [grad[number] for grad in grads])):
-                sums[rank][number] = sums[rank][number] + total if step else total
+            before = [mine[number] for mine in sums] if step else None
+            for rank, total in enumerate(plain.reduce(bucket, [grad[number] for grad in grads], before)):
+                sums[rank][number] = total
     mean = defaultdict(Traffic)
     for rank, (outputs, traffic, measured, kept) in enumerate(found):
         for number, output in enumerate(outputs):

@@ -160,7 +160,7 @@ def two_engines(rank, world):
             other.lerp_(mine, 1.0)
     assert student.params_sha256() == teacher.params_sha256()
     with pytest.raises(deepzero.ConfigError, match="belongs to another engine"):
-        start(student.module, stage=3)
+        start(nn.Sequential(student.module), stage=3)
     step(student, rank, 1)
 
 

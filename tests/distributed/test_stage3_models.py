@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import deepzero
 from deepzero import zero
-from deepzero.runtime.zero.module_hooks import is_compiled
+from deepzero.utils.compile import is_compiled
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import WHOLE, check_alike, config, same_in_stages_2_and_3, start
 

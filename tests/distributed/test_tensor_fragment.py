@@ -69,8 +69,9 @@ class Reference:
         for name, master in self.masters.items():
             grads = [[one[name].float() for one in mine] for mine in everyone]
             if self.per_pass:
-                passes = [functools.reduce(torch.add, column) for column in zip(*grads, strict=True)]
-                total = functools.reduce(torch.add, passes)
+                total = functools.reduce(
+                    torch.add, [grad for one_pass in zip(*grads, strict=True) for grad in one_pass]
+                )
             else:
                 local = [functools.reduce(torch.add, mine).to(self.dtype).float() for mine in grads]
                 total = functools.reduce(torch.add, local)

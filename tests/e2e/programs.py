@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from deepzero.comm import process_group  # noqa: E402
+from deepzero.comm.chaos import Chaos  # noqa: E402
 from deepzero.comm.collectives import Communicator  # noqa: E402
 from deepzero.comm.ledger import Ledger  # noqa: E402
-from deepzero.comm.streams import Chaos  # noqa: E402
 from deepzero.config.engine import ChaosConfig  # noqa: E402
 from deepzero.config.strict import ConfigError  # noqa: E402
 from deepzero.launch import launcher, rank_process  # noqa: E402

@@ -23,6 +23,59 @@ def same_steps(one, other, steps):
         assert [e[name] for e in second] == pytest.approx([e[name] for e in first], rel=1e-5), name
 
 
+def same_bits(one, other):
+    """Every step's numbers, and the final weights."""
+    first, second = (runs.entries(run_dir)[0] for run_dir in (one, other))
+    for name in ("step", "loss", "grad_norm", "loss_scale", "tokens_seen"):
+        assert [e[name] for e in second] == [e[name] for e in first], name
+    assert runs.summary(one)["params_sha256"] == runs.summary(other)["params_sha256"]
+
+
+PROMISED = "bits   the same at every number of ranks that divides 12, with micro-batches of 1, with one thread each"
+BITS = [
+    "train_batch_size=12",
+    "train_micro_batch_size_per_gpu=1",
+    "model.dropout=0.1",
+    "comm.world_size_invariant=true",
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stages", [(2, 2, 2, 2), (3, 0, 2, 1)])
+def test_the_same_bits_on_four_ranks_then_two_then_one_then_four(tiny, tmp_path, stages):
+    """Dropout, validation between; with another stage at each restart, too."""
+    common = [*tiny, *COMMON, *BITS, "train.eval_every=4"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    done = runs.train(*common, "train.steps=12", "launch.nproc=3", cwd=whole)
+    assert done.status == 0 and PROMISED in done.out, done.err
+    for number, (ranks, stage) in enumerate(zip((4, 2, 1, 4), stages, strict=True), start=1):
+        words = [f"train.steps={3 * number}", f"launch.nproc={ranks}", f"zero.stage={stage}"]
+        done = runs.train(*common, *words, cwd=parts)
+        assert (done.status, done.err) == (0, "") and PROMISED in done.out
+    same_bits(whole / "run", parts / "run")
+
+
+@pytest.mark.slow
+def test_one_rank_of_several_cores_keeps_the_promise(tiny, tmp_path):
+    """The environment and the cores would give it more threads."""
+    done = runs.train(*tiny, *COMMON, *BITS, "train.steps=1", "launch.nproc=1", cwd=tmp_path, OMP_NUM_THREADS="2")
+    assert (done.status, done.err) == (0, "") and PROMISED in done.out
+
+
+@pytest.mark.exhaustive
+def test_a_batch_that_is_cut_otherwise_is_said_and_refused(tiny, tmp_path):
+    common = [*tiny, *COMMON, "train_batch_size=12"]
+    done = runs.train(*common, "train.steps=2", "launch.nproc=4", cwd=tmp_path)
+    assert done.status == 0, done.err
+    cut = "the checkpoint's steps had 4 micro-batches of 3 sequences, and this run's have 2"
+    refused = runs.train(*common, "train.steps=4", "launch.nproc=3", "comm.world_size_invariant=true", cwd=tmp_path)
+    assert refused.status == 2 and f"comm.world_size_invariant=true, but {cut}" in refused.err
+    done = runs.train(*common, "train.steps=4", "launch.nproc=3", cwd=tmp_path)
+    assert done.status == 0 and f"other bits from here on: {cut}" in done.out, done.err
+
+
 @pytest.mark.exhaustive
 def test_four_ranks_then_three_then_two_then_one(tiny, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -70,7 +123,8 @@ def reached_together(first, second, cwd, step):
 def test_a_host_is_lost_and_the_other_one_goes_on_alone(tiny, tmp_path):
     steps = 150
     own = [a for a in COMMON if not a.startswith("hydra.run.dir")]  # a dated folder, which only rank 0 knows
-    arguments = [*tiny, *own, f"train.steps={steps}", "train.save_every=10", "train.keep_last=1"]
+    batch = ["train_micro_batch_size_per_gpu=6", "train.save_every=10", "train.keep_last=1"]
+    arguments = [*tiny, *own, *BITS, *batch, f"train.steps={steps}"]
     (tmp_path / "whole").mkdir()
     done = runs.train(*arguments, "hydra.run.dir=run", cwd=tmp_path / "whole")
     assert done.status == 0, done.err
@@ -92,7 +146,7 @@ def test_a_host_is_lost_and_the_other_one_goes_on_alone(tiny, tmp_path):
     summary = runs.summary(run_dir)
     assert (summary["status"], summary["world_size"], summary["steps"]) == ("finished", 1, steps)
     assert [path.parent for path in both.rglob(".hydra")] == [run_dir]
-    same_steps(tmp_path / "whole" / "run", run_dir, steps)
+    same_bits(tmp_path / "whole" / "run", run_dir)
 
 
 @pytest.mark.exhaustive

@@ -5,6 +5,9 @@ import torch
 
 import deepzero
 from deepzero.comm import process_group
+from deepzero.comm.collectives import Communicator
+from deepzero.data.loader import batches_on
+from deepzero.device import accelerator_of
 from deepzero.ops import CPUAdam
 from deepzero.zero import GatheredParameters
 from tests.distributed.training import config, make_batch, make_model
@@ -44,6 +47,82 @@ def test_same_bits_as_a_plain_loop(stage):
         plain(ids, labels).backward()
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(parameters, plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_waits_for_nothing_but_the_agreement(stage, precision, monkeypatch):
+    read = Communicator.read
+
+    def agreement(self, tensor):
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return read(self, tensor)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    zero = {"stage3_param_persistence_threshold": 30} if stage == 3 else {}
+    settings = config(stage=stage, precision=precision, bucket=1500, overlap=True, zero=zero, gradient_clipping=1.0)
+    engine, *_ = deepzero.initialize(model=make_model(), config={**settings, "gradient_accumulation_steps": 2})
+    batches = batches_on(engine.device, (make_batch(step, 2) for step in range(8)))
+    try:
+        for number, (ids, labels) in enumerate(batches):
+            if number == 2:  # the first step makes plans, kernels and memory
+                monkeypatch.setattr(Communicator, "read", agreement)
+                torch.cuda.set_sync_debug_mode("error")
+            engine.backward(engine(ids, labels))
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert engine.global_steps == 4
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_model_that_computes_on_several_streams(stage):
+    assert sha_of_branches(stage, streams=1) == sha_of_branches(stage, streams=2)
+
+
+def sha_of_branches(stage, streams):
+    class Branches(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(512, 512), torch.nn.Linear(512, 512)
+
+        def forward(self, x):
+            here, other = torch.cuda.current_stream(), torch.cuda.Stream() if streams == 2 else None
+            if other is None:
+                return (self.first(x) * self.second(x)).float().square().mean()
+            other.wait_stream(here)
+            with torch.cuda.stream(other):
+                second = self.second(x)
+            first = self.first(x)
+            here.wait_stream(other)
+            second.record_stream(here)
+            return (first * second).float().square().mean()
+
+    torch.manual_seed(0)
+    engine, *_ = deepzero.initialize(model=Branches(), config=config(stage=stage, precision="bf16", bucket=10**6))
+    for step in range(20):
+        x = torch.randn(64, 512, generator=torch.Generator().manual_seed(step)).to(engine.device, torch.bfloat16)
+        engine.backward(engine(x))
+        engine.step()
+    found = engine.params_sha256()
+    engine.destroy()
+    return found
+
+
+def test_pages_that_are_locked_already():
+    """The refusal is the arena's to tell, and no later kernel's."""
+    device, memory = torch.device("cuda", 0), torch.zeros(1 << 20, dtype=torch.uint8)
+    accelerator = accelerator_of(device)
+    accelerator.lock_pages(memory.data_ptr(), memory.nbytes, device)
+    try:
+        with pytest.raises(OSError, match="CUDA error"):
+            accelerator.lock_pages(memory.data_ptr(), memory.nbytes, device)
+        assert torch.ones(4, device=device).sum().item() == 4
+    finally:
+        accelerator.unlock_pages(memory.data_ptr(), device)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 
+from deepzero import device
+from deepzero.comm.chaos import Chaos
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig
 from deepzero.layout import plan_layout
@@ -16,6 +17,7 @@ from deepzero.offload.offload_plan import asks_for_pinning, most_count, nearest_
 from deepzero.offload.pinned_arena import (
     HostArena,
     HostMemoryError,
+    PageLockError,
     Region,
     available_host_bytes,
     check_host_memory,
@@ -34,6 +36,14 @@ PLAN = [
 
 def made(pin=True):
     return HostArena(PLAN, CPU, pin)
+
+
+def test_who_cannot_lock_pages_is_told_of_no_limit():
+    gpu = device.Accelerator("cuda")
+    gpu.kind = "xpu"
+    with device.use(gpu), pytest.raises(PageLockError, match="set pin_memory=false") as told:
+        HostArena(PLAN, torch.device("xpu", 0), True)
+    assert "ulimit" not in str(told.value) and "xpu cannot lock memory" in str(told.value)
 
 
 def test_every_region_has_its_place_and_a_storage_of_its_own():

@@ -2,7 +2,7 @@
 
 import torch
 
-from deepzero.comm.streams import storage_ptr_of
+from deepzero.comm.chaos import storage_ptr_of
 from deepzero.runtime.zero.buffer_pool import BufferPool
 
 

@@ -75,6 +75,7 @@ READ = {
     r"tools\.(walk|report|trace_report|verify|export)": "needs a model or a folder that the page leaves open",
     r"tools\.bench\.\w+": "measures for minutes, on a quiet machine or a GPU; tests run some of them on tiny models",
     r"tools/(mutate|loss_compare)\.py": "runs tests for hours; compares two runs of minutes",
+    r"tools\.waits": "runs for each wait of the package: minutes; tests/distributed runs it for some",
     r"script\.py": "under torchrun; the same script is run without it",
     r"pytest": "the tests themselves: paths, markers and names are looked up",
 }

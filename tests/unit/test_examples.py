@@ -23,7 +23,8 @@ def quoted(page):
 def run(*command):
     """A program's exit status and what it printed."""
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=110)
-    return done.returncode, done.stdout + done.stderr
+    errors = [line for line in done.stderr.splitlines(keepends=True) if "has no bf16 arithmetic" not in line]
+    return done.returncode, done.stdout + "".join(errors)  # without what only some processors are told
 
 
 def stands_in(block, printed):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepzero import device
 from deepzero.comm import process_group
 from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, STORE
 from deepzero.config.strict import ConfigError
@@ -175,14 +176,14 @@ def gpus(monkeypatch):
     for name in ("DEEPZERO_DEVICE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(process_group, "is_initialized", lambda: False)  # another test may have
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    return chosen
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    with device.use(device.Accelerator("cuda")):
+        yield chosen
 
 
-@pytest.mark.parametrize(("variables", "device"), [
+@pytest.mark.parametrize(("variables", "expected"), [
     ({"LOCAL_RANK": "1"}, 1),
     ({"LOCAL_RANK": "0", "RANK": "2", "WORLD_SIZE": "4", "SLURM_LOCALID": "1", "SLURM_PROCID": "2"}, 0),
     ({"RANK": "3", "WORLD_SIZE": "4", "SLURM_LOCALID": "1", "SLURM_PROCID": "3"}, 1),
@@ -193,14 +194,18 @@ def gpus(monkeypatch):
     # A script in a Slurm job has started the ranks: Slurm's word is about the script.
     ({"RANK": "1", "WORLD_SIZE": "4", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"}, "LOCAL_RANK is not set"),
     ({"LOCAL_RANK": "2", "RANK": "2", "WORLD_SIZE": "4"}, "LOCAL_RANK=2: this process sees 2 GPUs only"),
+    ({"RANK": "2", "SLURM_LOCALID": "2", "SLURM_PROCID": "2"}, "SLURM_LOCALID=2: this process sees 2 GPUs only"),
+    ({"LOCAL_RANK": "", "RANK": "2", "WORLD_SIZE": "4"}, "LOCAL_RANK='' is not a rank's number .* sees 2 GPUs"),
+    ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' is not a rank's number"),
+    ({"RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "two", "OMPI_COMM_WORLD_RANK": "2"}, "LOCAL_RANK='two' is not"),
 ])  # fmt: skip
-def test_a_ranks_gpu(variables, device, gpus, monkeypatch):
+def test_a_ranks_gpu(variables, expected, gpus, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    if isinstance(device, int):
-        assert process_group.default_device() == torch.device("cuda", device)
+    if isinstance(expected, int):
+        assert process_group.default_device() == torch.device("cuda", expected)
     else:
-        with pytest.raises(ConfigError, match=device):
+        with pytest.raises(ConfigError, match=expected):
             process_group.default_device()
 
 
@@ -216,15 +221,18 @@ def test_a_group_that_the_caller_has_joined(gpus, monkeypatch):
 @pytest.fixture
 def no_gpu(monkeypatch):
     """A CUDA build of torch on a machine without a usable GPU."""
-    monkeypatch.delenv("DEEPZERO_DEVICE", raising=False)
+    for name in ("DEEPZERO_DEVICE", "RANK", "LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(process_group, "is_initialized", lambda: False)  # another test may have
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     process_group.say_cpu.cache_clear()
 
 
 def test_the_cpu_is_not_taken_in_silence(no_gpu, capsys, monkeypatch):
     monkeypatch.setattr(process_group, "is_initialized", lambda: True)
+    monkeypatch.setattr(process_group.dist, "get_rank", lambda: 0)
     assert choose_device("auto", 2) == choose_device("auto", 2) == "cpu"
     process_group.init_distributed()
     said = capsys.readouterr().err
@@ -232,6 +240,38 @@ def test_the_cpu_is_not_taken_in_silence(no_gpu, capsys, monkeypatch):
     assert "finds none to use (CUDA_VISIBLE_DEVICES=5)" in said
     with pytest.raises(ConfigError, match=r"launch\.device=cuda: torch .* finds none"):
         choose_device("cuda", 1)
+
+
+@pytest.mark.parametrize(("variables", "named"), [
+    ({"LOCAL_RANK": "3", "RANK": "3"}, "LOCAL_RANK=3"),
+    ({"SLURM_LOCALID": "1", "SLURM_PROCID": "2", "RANK": "2"}, "SLURM_LOCALID=1"),
+    ({"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_RANK": "2", "RANK": "2"}, "OMPI_COMM_WORLD_LOCAL_RANK=0"),
+    ({"SLURM_LOCALID": "0", "SLURM_PROCID": "0", "RANK": "2"}, None),  # a word about the script that has started it
+    ({"LOCAL_RANK": "3", "DEEPZERO_DEVICE": "cpu"}, None),
+])  # fmt: skip
+def test_a_rank_of_a_launch_does_not_take_the_cpu_by_itself(variables, named, no_gpu, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if named:
+        told = rf"^{named}: this process sees 0 GPUs: torch .*CUDA_VISIBLE_DEVICES=5.* DEEPZERO_DEVICE=cpu$"
+        with pytest.raises(ConfigError, match=told):
+            process_group.default_device()
+        monkeypatch.setattr(torch.version, "cuda", None)  # a build for the CPU has nothing to miss
+    assert process_group.default_device().type == "cpu"
+
+
+def test_a_laptop_with_torchs_usual_build_is_not_refused(no_gpu, monkeypatch):
+    """Nothing tells of a GPU: neither a driver nor a variable; Slurm's word for none is none."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    for shown in (None, "", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown) if shown is not None else monkeypatch.delenv(
+            "CUDA_VISIBLE_DEVICES"
+        )
+        assert process_group.default_device().type == "cpu"
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/kfd")
+    with pytest.raises(ConfigError, match="LOCAL_RANK=0: this process sees 0 GPUs"):
+        process_group.default_device()
 
 
 @pytest.mark.parametrize("variables", [{"DEEPZERO_DEVICE": "cpu"}, {"RANK": "1"}])

@@ -8,6 +8,7 @@ import torch
 
 from deepzero.comm.profiler_ranges import Ranges
 from deepzero.config.run import ProfilerConfig
+from deepzero.device import Accelerator
 from deepzero.profiling.trace import Recording, trace
 
 
@@ -26,14 +27,14 @@ class Torch:
 
 
 @pytest.mark.parametrize(("running", "with_stack", "calls"), [
-    (False, False, [{"context": None, "stacks": "python", "max_entries": 100_000}, {"enabled": None}]),
+    (False, False, [{"context": "state", "stacks": "python", "max_entries": 100_000}, {"enabled": None}]),
     (False, True, [{"context": "all", "stacks": "python", "max_entries": 100_000}, {"enabled": None}]),
     (True, False, []),
 ])  # fmt: skip
 def test_the_history_ends_without_raising(tmp_path, monkeypatch, running, with_stack, calls):
     asked = Torch(monkeypatch, running)
     ranges = Ranges()
-    recording = Recording(tmp_path, "rank0", None, ProfilerConfig(with_stack=with_stack), on_gpu=True, ranges=ranges)
+    recording = Recording(tmp_path, "rank0", None, ProfilerConfig(with_stack=with_stack), Accelerator("cuda"), ranges)
     profiler = SimpleNamespace(current_action=torch.profiler.ProfilerAction.RECORD)
     recording.drive(cast(torch.profiler.profile, profiler), lambda: None)
     assert ranges.recorder is not None
@@ -51,7 +52,6 @@ def test_a_gpu_is_watched_only_by_a_run_on_it(tmp_path, monkeypatch, kind):
         asked.extend(options["activities"])
         raise StopIteration  # enough is known
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.profiler, "profile", profile)
     device = torch.device(kind) if kind else None
     with pytest.raises(RuntimeError), trace(ProfilerConfig(enabled=True), tmp_path, 0, None, device):

@@ -246,3 +246,12 @@ class TestNoTrace:
                 check_elementwise(LayerNorm(model_weights()))
             verdicts.append(str(caught.value))
         assert verdicts[0] == verdicts[1]
+
+
+def test_parameters_that_stay_whole_may_have_norms():
+    """As in stage 0, where a parameter loses nothing but its shape."""
+    check_elementwise(LayerNorm(model_weights()), cut=False)
+    with pytest.raises(ConfigError, match="Adafactor gave other results"):
+        check_elementwise(optim.Adafactor(model_weights()), cut=False)
+    with pytest.raises(ConfigError, match="needs a matrix"):
+        check_elementwise(MatrixOnly(model_weights()), cut=False)

@@ -139,6 +139,8 @@ def played(events, ops, **changes):
     # Each wait ends the launch of its own bucket, in order.
     ([launch(GATHER, 0, 10), launch(GATHER, 1, 40), wait(GATHER, 1), launch(GATHER, 0, 20), wait(GATHER, 0),
       wait(GATHER, 0)], [], 1 + 4 + 2, {GATHER: 7}),
+    # What a step leaves under way the next one waits for, behind its first operation.
+    ([wait(GATHER, 0, 1), launch(GATHER, 0, 50, 1)], [20], 5, {GATHER: 3}),
 ])  # fmt: skip
 def test_what_is_not_overlapped_is_waited_for(events, ops, seconds, exposed):
     line = played(events, ops)

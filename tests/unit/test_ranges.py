@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from deepzero.comm import profiler_ranges
+from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.profiler_ranges import VERBS, Label, LaneSpan, OverlapMeter, Ranges, Recorder
-from deepzero.comm.streams import Chaos
 from deepzero.comm.topology import RankGroup
 from deepzero.config.engine import ChaosConfig
 from deepzero.profiling.trace import our_events, weave

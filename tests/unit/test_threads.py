@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from deepzero.offload import pinned_arena
+from deepzero.device import Accelerator, use
 from deepzero.offload.adam_kernels import in_threads
 from deepzero.utils.threads import start_thread, thread_pool
 
@@ -17,12 +17,13 @@ def chosen(monkeypatch):
     devices = {threading.get_ident(): 3}
 
     def choose(device):
-        devices[threading.get_ident()] = device
+        devices[threading.get_ident()] = device.index
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices.get(threading.get_ident(), 0))
-    monkeypatch.setattr(torch.cuda, "set_device", choose)
-    return devices
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: devices.get(threading.get_ident(), 0))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", choose)
+    with use(Accelerator("cuda")):
+        yield devices
 
 
 def test_a_thread_has_its_starter_s_device(chosen):
@@ -30,7 +31,7 @@ def test_a_thread_has_its_starter_s_device(chosen):
 
     def look(what):
         thread = threading.current_thread()
-        seen.append((what, torch.cuda.current_device(), thread.daemon))
+        seen.append((what, torch.accelerator.current_device_index(), thread.daemon))
 
     start_thread(look, "deepzero-test", "first").join()
     start_thread(look, "deepzero-test", "second", daemon=False).join()
@@ -45,7 +46,7 @@ def test_a_pool_s_threads_too(chosen):
 
         def look(_):
             meet.wait()
-            return torch.cuda.current_device()
+            return torch.accelerator.current_device_index()
 
         assert list(pool.map(look, range(2))) == [3, 3]
 
@@ -57,10 +58,11 @@ def test_without_cuda_nothing_is_asked(monkeypatch):
         raise AssertionError("asked")
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    for name in ("current_device", "set_device"):
-        monkeypatch.setattr(torch.cuda, name, refuse)
+    for name in ("current_device_index", "set_device_index"):
+        monkeypatch.setattr(torch.accelerator, name, refuse)
     ran = []
-    start_thread(ran.append, "deepzero-test", 1).join()
+    with use(Accelerator("cuda")):
+        start_thread(ran.append, "deepzero-test", 1).join()
     assert ran == [1]
 
 
@@ -84,10 +86,10 @@ def test_pages_are_unlocked_on_their_device(monkeypatch):
             told.append((address, list(inside)))
 
     monkeypatch.setattr(torch.cuda, "device", Within)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
     gpu = torch.device("cuda", 3)
-    pinned_arena._unlock(4096, gpu)
+    Accelerator("cuda").unlock_pages(4096, gpu)
     assert told == [(4096, [gpu])]
 
 

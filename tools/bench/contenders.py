@@ -52,7 +52,10 @@ class Contender:
 def _deepzero(stage: int) -> Contender:
     plain = Variant("plain", "reductions after the backward pass", {"zero": {"stage": stage, "overlap_comm": False}})
     overlap = Variant("overlap", "overlap_comm", {"zero": {"stage": stage, "overlap_comm": True}})
-    return Contender(f"deepzero{stage}", f"deepzero stage {stage}", "engines:build", (plain, overlap), stage=stage)
+    gather = {"stage": stage, "overlap_comm": True, "overlap_param_gather": True}
+    publish = Variant("gather", "overlap_comm, overlap_param_gather", {"zero": gather})
+    variants = (plain, overlap, publish) if stage in (1, 2) else (plain, overlap)
+    return Contender(f"deepzero{stage}", f"deepzero stage {stage}", "engines:build", variants, stage=stage)
 
 
 def _deepspeed(stage: int) -> Contender:
@@ -124,11 +127,11 @@ def _offload(name: str, title: str, stage: int, peer: str | None = None, late: b
 
 BOTH = {"offload_optimizer": CPU, "offload_param": CPU}
 OFFLOAD: tuple[Contender, ...] = (
-    _offload("plain", "deepzero 2, no offload", 2),
     _offload("s2", "deepzero 2", 2, "ds2", offload_optimizer=CPU),
     _offload("ds2", "DeepSpeed 2", 2, offload_optimizer=CPU),
     _offload("s3", "deepzero 3, parameters too", 3, "ds3", **BOTH),
     _offload("ds3", "DeepSpeed 3, parameters too", 3, **BOTH),
+    _offload("plain", "deepzero 2, no offload", 2),
     _offload("s2-half", "deepzero 2, ratio 0.5", 2, "ds2", offload_optimizer={**CPU, "ratio": 0.5}),
     _offload(
         "s2-late", "deepzero 2, delayed", 2, "ds2", late=True,

@@ -45,11 +45,13 @@ def build(context: Context, options: dict[str, Any]) -> Built:
 
     config = settings_of(context.work, options["zero"], **options.get("settings", {}))
     engine = deepzero.initialize(model=context.model, config=config)[0]
-    offloads = engine.describe_offload() is not None
+    offloads, hidden = engine.describe_offload() is not None, list[float]()
 
     def facts(phase: str) -> dict[str, Any]:
+        if phase == "block":
+            hidden.append(engine.comm.overlap.metrics().get("comm/hidden_fraction", 0.0))
         if not offloads:
-            return {}
+            return {"hidden": hidden}
         if phase == "build":
             return {"arena_bytes": engine.zero.offload.arena.nbytes, "described": engine.describe_offload()}
         if phase == "end":

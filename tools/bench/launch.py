@@ -81,6 +81,8 @@ class Plan:
     folder: Path
     place: str = "cpu"
     """Where the model is drawn; see ``rank.draw_model``."""
+    commands: tuple[tuple[str, ...], ...] = ()
+    """Before each block rank 0 runs one of these, if there are any."""
 
 
 def run_variant(contender: Contender, variant: Variant, plan: Plan, tag: str) -> Outcome:
@@ -89,7 +91,7 @@ def run_variant(contender: Contender, variant: Variant, plan: Plan, tag: str) ->
     folder.mkdir(parents=True)
     tokens, spec = folder / "tokens.npy", folder / "spec.json"
     np.save(tokens, tokens_for(plan.work, plan.warmup + plan.blocks * plan.steps))
-    lengths = {name: getattr(plan, name) for name in ("warmup", "blocks", "steps", "each", "place")}
+    lengths = {name: getattr(plan, name) for name in ("warmup", "blocks", "steps", "each", "place", "commands")}
     build = {"builder": contender.builder, "options": variant.options, "tokens": str(tokens)}
     spec.write_text(json.dumps({**build, **lengths, "work": asdict(plan.work)}))
     start = time.monotonic()

@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from deepzero.device import installed
+from deepzero.monitor.throughput import peak_flops, rates
 from tools.bench.contenders import Contender, Variant
 from tools.bench.launch import MIB, ROOT, Outcome
 from tools.bench.workload import Workload
@@ -220,12 +222,22 @@ def step_table(rows: Sequence[Measured], floor: Floor | None, work: Workload) ->
         "cpu s": lambda row: f"{row.middle(lambda o: o.cpu_seconds['step']):.3f}",
         "steps": lambda row: str(len(row.samples)),
         "tokens/s": lambda row: f"{work.tokens_per_step / row.seconds:.0f}",
+        "MFU": lambda row: _mfu(work, row.seconds),
         "x floor": over_floor,
         "peak MiB": lambda row: f"{row.peak_bytes / MIB:.0f}",
         "of the model": lambda row: "-" if row.model_bytes is None else f"{row.model_bytes / MIB:.0f}",
         "at build": lambda row: f"{row.middle(lambda o: o.build_peak_bytes) / MIB:.0f}",
         "at steps": lambda row: f"{row.middle(lambda o: o.step_peak_bytes) / MIB:.0f}",
     })  # fmt: skip
+
+
+def _mfu(work: Workload, seconds: float) -> str:
+    """Which part of the devices' peak the model's own operations are; a dash on a CPU, and where none is known."""
+    gpu = installed()
+    peak = peak_flops(gpu.device_name(gpu.current_device()), "bf16") if work.device == "cuda" else None
+    products = work.parameters - (work.vocab_size + work.block_size) * work.n_embd  # without the lookup tables
+    flops = 6 * products + 12 * work.n_layer * work.n_embd * work.block_size
+    return f"{rates(work.tokens_per_step, seconds, flops, work.ranks, peak)['mfu']:.1%}" if peak else "-"
 
 
 def ratio_table(rows: Sequence[Measured]) -> str:

@@ -192,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="deepzero-bench-") as scratch:
         folder = options.logs.resolve() if options.logs else Path(scratch)
         plan = Plan(work, options.warmup, 1, options.steps, True, options.timeout, folder)
-        idle = {} if options.quick else measure_idle(entries, plan)
+        # On a GPU memory is the allocator's, without what the program takes.
+        idle = {} if options.quick or options.device == "cuda" else measure_idle(entries, plan)
         results = run_rounds(entries, plan, options.rounds, options.keep)
     sections, bars = sections_of(entries, results, idle, plan)
     for title, body in sections:

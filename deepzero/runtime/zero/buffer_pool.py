@@ -43,7 +43,7 @@ from typing import Any
 
 import torch
 
-from deepzero.comm.streams import Chaos, storage_ptr_of
+from deepzero.comm.chaos import Chaos, storage_ptr_of
 from deepzero.runtime.zero.fetch_plan import FetchPlan, ModuleUse
 
 ROUNDS = 8

@@ -10,9 +10,9 @@ Steps 3 and 4 of a training step. One gradient's way::
     the sum arrives                 in grad_S: this rank's shard, or all of it (stage 0)
     the boundary                    GradientReducer.reduce_gradients: what is left leaves; wait
 
-Stages 2 and 3 send the buckets of every micro-batch while autograd goes on, stages 0 and 1 the sums of all
-micro-batches once. All ranks launch buckets in one order, each as soon as it is complete and next; what no gradient has
-completed when the backward pass ends counts as zeros.
+Stages 2 and 3 (with ``comm.world_size_invariant`` all) send the buckets of every micro-batch while autograd goes on,
+stages 0 and 1 the sums of all micro-batches once. All ranks launch buckets in one order, each as soon as it is complete
+and next; what no gradient has completed when the backward pass ends counts as zeros.
 
 Sources: ``reduce_ipg_grads``, ``reduce_ready_partitions_and_remove_grads`` and
 ``independent_gradient_partition_epilogue`` in ``stage_1_and_2.py`` of [DeepSpeed].
@@ -106,8 +106,7 @@ class UnreducedGradients:
         free_grad_in_param_list([param])
         g, slot = self._slot_of[param]
         flat = self.flat[g]
-        # A second one waits apart and is sent after the first, also where the first is still here: the sum's bits do
-        # not depend on the buckets.
+        # A second one waits apart, also where the first is still here: the sum's bits do not depend on the buckets.
         if flat is None or again:
             waiting = self._later if again else self._grads
             before = waiting.get(param)
@@ -220,7 +219,7 @@ class GradientReducer:
         order: the buckets in launching order, the same on all ranks.
         unreduced: the gradients that wait to be sent.
         reducer: sends them to their owners; with ``reducer.whole`` every rank gets the whole sum.
-        every_pass: reduce every micro-batch (stages 2 and 3) instead of the sum of all of them (stages 0 and 1).
+        every_pass: reduce every micro-batch instead of the sum of all of them.
         overlap: where ``every_pass`` is False, reduce the last micro-batch during its backward pass.
     """
 
@@ -261,6 +260,8 @@ class GradientReducer:
         # ``present``: a backward pass has ended since the last step. ``reduced``: gradients of this step have been
         # sent, so that the next ones are added to them in ``grad_S``.
         self.present = self.reduced = False
+        # Buckets whose whole sums every rank has, where these are gathered: since their last reduction.
+        self._gathered: set[tuple[int, int]] = set()
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
@@ -340,20 +341,23 @@ class GradientReducer:
     def _reduce_bucket(self, g: int, bucket: Bucket, last_micro_batch: bool, again: bool = False) -> None:
         """Lay the gradients of a bucket of group ``g`` into a buffer, free them, and send them to their owners."""
         self._measured.discard((g, bucket.index))
+        self._gathered.discard((g, bucket.index))
         measure: Measure | None = None
         if last_micro_batch and not self.reducer.whole:
             # Nothing is added to this sum afterwards, so its block norms are taken while it is in the core's cache.
             measure = partial(self._norms[g].measure, bucket.shard_offset)
             self._measured.add((g, bucket.index))
-        # The second and later reductions of a step are added to the first, in the order of the micro-batches.
+        # Further ones of a step are added to it, in the order of the global batch, whatever W: see ``invariance.py``.
         accumulate = self.reduced or again
-        output, on_chunk, on_reduced = self.shard.grad_output(g, bucket, accumulate, measure)
+        output, on_chunk, around_sum = self.shard.grad_output(g, bucket, accumulate, measure)
+        if self.every_pass and self.reducer.whole:
+            output = self.shard.grad_shard(g, bucket)  # the others' sums come when they are complete: reduce_now
         first = self.groups[g].names[bucket.slots[0].index]
         with self.reducer.comm.ranges.span("reduce", bucket.index, first):
             # Waits only where all buffers are under way: the oldest is then added up, and filled anew.
             send_buffer = self.reducer.acquire(bucket, output, accumulate)
             self.unreduced.fill(g, bucket, send_buffer, name_unused=not again)
-            self.reducer.launch(bucket, output, accumulate, on_chunk, on_reduced, g, first)
+            self.reducer.launch(bucket, output, accumulate, on_chunk, around_sum, g, first)
         if self.on_launched is not None:
             self.on_launched(g, bucket)
 
@@ -372,6 +376,12 @@ class GradientReducer:
                 self._reduce_bucket(g, bucket, last_micro_batch=True)
             self.unreduced.name_unused()
         self.drain()
+        if self.every_pass and self.reducer.whole and self.reducer.comm.world_size > 1:
+            for g, bucket in self.order:
+                if (g, bucket.index) not in self._gathered:  # all ranks agree: each of them reduces every bucket
+                    self.reducer.gather(bucket, bucket.of(self.shard.grad_S[g]))
+            self.drain()
+            self._gathered.update((g, bucket.index) for g, bucket in self.order)
         self.reduced = True
 
     def drain(self) -> None:

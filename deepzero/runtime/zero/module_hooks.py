@@ -41,6 +41,7 @@ from deepzero.runtime.zero.module_registry import external_parameters, z3_leaf_m
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
+from deepzero.utils.compile import is_compiled
 from deepzero.utils.dispatch import hide_from_checkpointing
 
 log = logging.getLogger(__name__)
@@ -339,8 +340,3 @@ class ModuleHooks:
         finally:
             with hide_from_checkpointing():
                 self._leave()
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether the module runs as compiled code: ``torch.compile(module)``, or ``module.compile()``."""
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"

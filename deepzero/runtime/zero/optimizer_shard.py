@@ -21,6 +21,7 @@ which lies in host memory.
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from torch import nn
 
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.exact_sum import Measure
+from deepzero.comm.reduce_scatter import AroundSum
 from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan
 
 HOST_MASTERS = "host_masters"
@@ -197,9 +199,9 @@ class MasterFragment:
 SubGroup = Sequence[MasterFragment]
 """Fragments that are stepped on together."""
 
-GradOutput = tuple[torch.Tensor, Measure | None, Callable[[], None] | None]
-"""Where a bucket's sum is written; who sees the finished sum, chunk by chunk; and who takes it elsewhere when it is
-written. It is then added there to what came before, not where it was written."""
+GradOutput = tuple[torch.Tensor, Measure | None, AroundSum]
+"""Where a bucket's sum is written; who sees the finished sum, chunk by chunk; and the context of the writing: what is
+added to may come from elsewhere, where the sum then goes."""
 
 OnePassStep = Callable[..., Any]
 """``CPUAdam.step``: widens ``grads``, divides by ``scale``, steps on masters ``only``, casts into ``out``."""
@@ -256,7 +258,9 @@ class OptimizerShard:
         self.parts = [MasterFragment(*pair) for pair in zip(masters, self._grad_fragments(), strict=True)]
         # Masters and gradients stay where they are from step to step, so the fragments are cut once.
         self._master_ids = {id(part.master) for part in self.parts}
-        self.sub_groups = [some for some in cut_into_sub_groups(self._device_parts(), sub_group_size) if some]
+        self.sub_groups = cut_into_sub_groups(self._device_parts(), sub_group_size)
+        # Called with a sub-group's number when the device has stepped on it.
+        self.on_stepped: Callable[[int], None] = lambda number: None
         self._one_pass = one_pass
         # torch's contract with GradScaler: such an optimizer divides by the attribute ``grad_scale`` while it steps.
         self._divides = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -280,9 +284,9 @@ class OptimizerShard:
         # ``measure`` sees the result while it is in the core's cache.
         if self.whole_sums:
             # Stage 0 steps on all of it. Stage 1 with reduce_scatter=False uses a W-th of what it receives.
-            return bucket.of(self.grad_S[group]), measure, None
+            return bucket.of(self.grad_S[group]), measure, contextlib.nullcontext
         start = self.groups[group].layout.shard_numel - self.grad_S[group].numel()  # what comes before is on the host
-        return bucket.shard_of(self.grad_S[group], start), measure, None
+        return bucket.shard_of(self.grad_S[group], start), measure, contextlib.nullcontext
 
     def grad_shard(self, group: int, bucket: Bucket) -> torch.Tensor:
         """This rank's part of a bucket's reduced gradients: 1-D, ``bucket.shard_numel`` elements."""
@@ -328,8 +332,26 @@ class OptimizerShard:
     def step(self, divisor: float) -> None:
         """Unscale and clip by ``divisor`` (see the module's text), then step. The model is new when it is published."""
         # One after the other: what the optimizer makes besides its state is freed before the next one needs it.
-        for sub_group in self.sub_groups:
-            self._optimizer_step(sub_group, divisor)
+        for number, sub_group in enumerate(self.sub_groups):
+            if sub_group:
+                self._optimizer_step(sub_group, divisor)
+            self.on_stepped(number)
+
+    def step_by_bucket(self, order: Sequence[tuple[int, Bucket]], on_stepped: Callable[[int, Bucket], None]) -> None:
+        """Let :meth:`step` go bucket by bucket, in ``order``, and call ``on_stepped`` with each of the device's."""
+        # The number of a group, and a bucket of it; this rank may have no fragment there.
+        here = [(g, bucket) for g, bucket in order if not self.groups[g].placement.steps_on_host(bucket)]
+        self.sub_groups = [self.parts_of(g, bucket) for g, bucket in here]
+        self.on_stepped = lambda number: on_stepped(*here[number])
+
+    def parts_of(self, g: int, bucket: Bucket) -> list[MasterFragment]:
+        """This rank's part of a bucket of ``groups[g]``, as the optimizer's tensors."""
+        first = sum(len(group.fragments) for group in self.groups[:g])
+        starts = [fragment.shard_start for fragment in self.groups[g].fragments]
+        lo, hi = (
+            bisect.bisect_left(starts, at) for at in (bucket.shard_offset, bucket.shard_offset + bucket.shard_numel)
+        )
+        return self.parts[first + lo : first + hi]
 
     @torch.no_grad()
     def _optimizer_step(
@@ -356,8 +378,8 @@ class OptimizerShard:
         for part in parts:
             part.master.grad = part.grad if part.grad.dtype == torch.float32 else part.grad.to(torch.float32)
         grads = [part.master.grad for part in parts if part.master.grad is not None]
-        # A tensor on the gradients' device, as fused kernels ask for it; all ways divide by these fp32 bits.
-        scale = torch.tensor(divisor, dtype=torch.float32, device=grads[0].device) if grads else None
+        # Filled on the gradients' device (``torch.tensor`` would make the CPU wait), as fused kernels ask for it.
+        scale = torch.full((), divisor, dtype=torch.float32, device=grads[0].device) if grads else None
         fused_division = self._divides and divisor != 1.0
         if divisor != 1.0 and not fused_division and scale is not None:
             unscale_and_clip_grads(grads, scale)

@@ -38,10 +38,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deepzero.comm.chaos import storage_ptr_of
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.comm.ledger import Traffic
 from deepzero.comm.quantization import Quantizer
-from deepzero.comm.streams import storage_ptr_of
 from deepzero.comm.topology import RankGroup
 from deepzero.layout import Bucket
 from deepzero.runtime.zero.buffer_pool import BufferPool

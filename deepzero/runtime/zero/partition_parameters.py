@@ -46,6 +46,7 @@ from deepzero.comm.collectives import Communicator, process_communicator
 from deepzero.config.deepspeed_json import load_zero_config
 from deepzero.config.engine import ChaosConfig, EngineConfig
 from deepzero.config.strict import ConfigError
+from deepzero.device import accelerator_of
 from deepzero.layout import ParamSlot, plan_layout
 from deepzero.runtime.zero.buffer_pool import BufferPool, references, return_freed_memory
 from deepzero.runtime.zero.guards import METADATA, READS_WITHOUT_VALUES, PartitionedUseError, check_on_device, use_error
@@ -409,11 +410,9 @@ class Init:
             raise ConfigError(f"zero.Init{problem}")
         self.comm = self.communicator or process_communicator(ChaosConfig())
         self._shard_device = torch.device("cpu") if remote_device == "cpu" else self.comm.device
-        self._pin = pin_memory and self._shard_device.type == "cpu" and torch.cuda.is_available()
-        if pin_memory and not torch.cuda.is_available() and self.comm.rank == 0:
-            _warn_once(
-                "zero.Init: pin_memory=True has no effect without CUDA: shards stay in ordinary memory (said once)"
-            )
+        self._pin = pin_memory and remote_device == "cpu" and accelerator_of(self.comm.device).has_streams
+        if pin_memory and not accelerator_of(self.comm.device).has_streams and self.comm.rank == 0:
+            _warn_once("zero.Init: pin_memory=True does nothing without a GPU: its memory is ordinary (said once)")
         self._pools: dict[torch.dtype, BufferPool] = {}
         self._freed_bytes = 0
         # Constructors as they were, and the ids of modules that are inside of one.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepzero.comm.streams import storage_ptr_of
+from deepzero.comm.chaos import storage_ptr_of
 from deepzero.layout import Bucket, ParamSlot
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.guards import WriteGuard, check_on_device, write_lost

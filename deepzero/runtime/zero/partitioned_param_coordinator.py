@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from deepzero.comm.chaos import storage_ptr_of
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.streams import storage_ptr_of
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits, FetchPlan, ModuleUse, compile_plan
 from deepzero.runtime.zero.guards import PartitionedUseError
@@ -65,11 +65,6 @@ class InflightParamRegistry:
         # GatheredParameters may have waited for it in between.
         if bucket is not None and bucket.status is ZeroParamStatus.INFLIGHT:
             bucket.wait()
-
-    def wait_all(self) -> None:
-        """Wait for all, in the order of their launches."""
-        for key in list(self._buckets):
-            self.wait(key)
 
 
 class ModuleTrace:
@@ -366,8 +361,6 @@ class PartitionedParameterCoordinator:
         self._current = frozenset()
         if self.pool.uses:
             self.pool.uses.append(ModuleUse((), False, "", release=tuple(self._live)))
-        # Buffers of prefetches that were not used belong to their all-gathers until these end.
-        self.inflight.wait_all()
         refused: Exception | None = None
         for key in list(self._live):
             try:

@@ -6,8 +6,8 @@ ranks with all-reduces, bucket by bucket, and every rank takes the same optimize
 Memory per rank with 2-byte parameters and gradients: ``2Ψ + 2Ψ + KΨ`` (K = 12 for Adam), plus ``4Ψ`` for the sums,
 which are kept in fp32. Volume per step: an all-reduce is a reduce-scatter and an all-gather, ``2Ψ(W-1)/W``.
 
-In ``reduce=exact`` the second half of the all-reduce carries the fp32 sums, unrounded: that is what makes the same bits
-as stages 1 and 2, where a rank uses the fp32 sum of its part without sending it anywhere.
+In ``reduce=exact`` the second half of the all-reduce carries the fp32 sums, unrounded: that is what makes the bits
+of stage 1, where a rank uses the fp32 sum of its part without sending it anywhere.
 
 The gradients' way is that of all stages (``gradient_reduction.py``), with a reducer that hands out whole sums. Left out
 on purpose: overlap with the backward pass.

@@ -306,10 +306,9 @@ class ZeroStage1And2:
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
     def arrived(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
-        """Launch the all-gather of a bucket that the CPU has stepped on, while it steps on the next one.
+        """Launch the all-gather of a bucket of ``groups[group]``; of the CPU's, while it steps on the next one.
 
-        ``bucket`` is of ``groups[group]``. ``wait_upload`` lets the current stream wait until my part of it has come
-        from the host; None: it is there.
+        ``wait_upload`` lets the current stream wait until my part has come from the host; None: it is there.
         """
         # The caller has ordered what is launched here behind the upload, on the upload's own stream; the compute stream
         # waits for neither yet.
@@ -320,22 +319,25 @@ class ZeroStage1And2:
         self.all_gather_dp_groups()
         self.wait_all_gathers()
 
-    @torch.no_grad()
     def all_gather_dp_groups(self) -> None:
-        """Cast each bucket's masters into my part of it, and launch its all-gather, in place.
+        """Publish every bucket: cast its masters into my part of it, and launch its all-gather, in place.
 
         Source: the function of this name in ``runtime/utils.py`` of [DeepSpeed].
         """
         # Bucket by bucket, so that one is cast while the one before it travels.
         for i, group in enumerate(self.groups):
-            for k, bucket in enumerate(group.layout.buckets):
-                if group.placement.steps_on_host(bucket):
-                    continue  # the CPU has stepped on it, and ``arrived`` has launched it
-                # In fp32 the masters lie in the flat buffer, and were published by being written.
-                if group.dtype != torch.float32:
-                    mine = self.parallel_partitioned_bit16_groups[i][k][self.comm.rank]
-                    mine.copy_(self.single_partition_of_fp32_groups[i][k])
-                self._gathers.append((None, self._all_gather(i, bucket)))
+            for bucket in group.layout.buckets:
+                if not group.placement.steps_on_host(bucket):  # there ``arrived`` has launched it
+                    self.publish_bucket(i, bucket)
+
+    @torch.no_grad()
+    def publish_bucket(self, i: int, bucket: Bucket) -> None:
+        """Cast the masters of a bucket of ``groups[i]`` into my part of it, and launch its all-gather."""
+        # In fp32 the masters lie in the flat buffer, and were published by being written.
+        if self.groups[i].dtype != torch.float32:
+            mine = self.parallel_partitioned_bit16_groups[i][bucket.index][self.comm.rank]
+            mine.copy_(self.single_partition_of_fp32_groups[i][bucket.index])
+        self.arrived(i, bucket, None)
 
     def wait_all_gathers(self) -> None:
         """Wait for all-gathers that are under way."""

@@ -245,7 +245,7 @@ class ParamFragment:
         if not gradients.present:
             return None
         if gradients.reduced:
-            gradients.drain()
+            gradients.reduce_now()  # waits; stage 0 may gather whole sums, once for all parameters
             mine = self.copy_of(self.tensors.grad if self.tensors is not None else None)
         else:
             mine = self.copy_of(self.cut(self._reduce_aside()))

@@ -1,0 +1,65 @@
+"""The stream of a backward pass's gradients, in programs that compute on several."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepzero.device import accelerator_of
+
+
+class HomeStream:
+    """One stream for all that is done with a backward pass's gradients, wherever autograd calls the hooks.
+
+    It calls a parameter's hooks on the stream on which the parameter was first used: in a program that computes on
+    several, on several. Home is the one on which the last forward pass was begun, :meth:`note`. On a device without
+    streams hooks stay what they are.
+    """
+
+    def __init__(self, d: torch.device) -> None:
+        self._accelerator, self._device = accelerator_of(d), d
+        self.note()
+
+    def note(self) -> None:
+        """Let the current stream be home."""
+        self._home = self._accelerator.current_stream(self._device)
+
+    def hook(self, function: Callable[..., None]) -> Callable[..., None]:
+        """``function``, called at home, behind what has been issued on the stream where it is called."""
+
+        def called(*given: Any) -> None:
+            with self._entered(None):
+                function(*given)
+
+        return called if self._accelerator.has_streams else function
+
+    def param_hook(self, function: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+        """The same for a parameter's hook, whose ``.grad`` is then memory of home's."""
+
+        def called(param: nn.Parameter) -> None:
+            with self._entered(param):
+                function(param)
+
+        return called if self._accelerator.has_streams else function
+
+    @contextlib.contextmanager
+    def _entered(self, param: nn.Parameter | None) -> Iterator[None]:
+        if self._accelerator.current_stream(self._device).key == self._home.key:
+            yield
+            return
+        grad, event = None, self._accelerator.event
+        there, back = event(self._device), event(self._device)
+        there.record()
+        with self._home.running():
+            there.wait()
+            with torch._C.DisableTorchFunctionSubclass():
+                if param is not None and param.grad is not None:
+                    grad, param.grad = param.grad, param.grad.clone()
+            yield
+            back.record()
+        back.wait()
+        del grad  # not before: it is the other stream's memory, which goes on with it
