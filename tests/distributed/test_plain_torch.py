@@ -153,6 +153,11 @@ def bf16_losses(cast_first, sum_in_bf16):
     return losses
 
 
+def distance(losses):
+    """The largest difference from DeepSpeed's losses."""
+    return max(abs(mine - other) for mine, other in zip(losses, DEEPSPEED_BF16, strict=True))
+
+
 def deepzero_bf16_losses(rank, world):
     settings = config(precision="bf16", stage=2, bucket=700, gradient_clipping=0, train_micro_batch_size_per_gpu=4)
     engine, losses = built(settings | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}}), []
@@ -164,14 +169,13 @@ def deepzero_bf16_losses(rank, world):
     return losses
 
 
-def test_why_bf16_losses_are_not_deepspeeds(ranks):
+@on_ranks(2)
+def test_why_bf16_losses_are_not_deepspeeds(rank, world):
     """Two reasons, and with both exchanged nothing is left: where masters begin, and what gradients are summed in."""
-    for ours in ranks.run(deepzero_bf16_losses, world_size=2):
-        assert ours == pytest.approx(bf16_losses(cast_first=False, sum_in_bf16=False), abs=2e-6)
-    theirs = bf16_losses(cast_first=True, sum_in_bf16=True)
-    if abs(theirs[0] - DEEPSPEED_BF16[0]) > 2e-6:
-        pytest.skip("bf16 products are rounded otherwise on this processor than on the one that DeepSpeed ran on")
-    assert theirs == pytest.approx(DEEPSPEED_BF16, abs=2e-6)
+    ours = bf16_losses(cast_first=False, sum_in_bf16=False)
+    assert deepzero_bf16_losses(rank, world) == pytest.approx(ours, abs=2e-6)
+    # 1e-6 where products are rounded as on the processor that DeepSpeed ran on, 9e-3 elsewhere; ours are 3e-2 away.
+    assert distance(bf16_losses(cast_first=True, sum_in_bf16=True)) < 0.5 * distance(ours)
 
 
 @on_ranks(2)

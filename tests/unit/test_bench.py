@@ -200,7 +200,7 @@ def test_a_failing_rank_is_named_with_its_own_error(tmp_path):
     assert found.error is not None
     assert "ended with 1" in found.error and "KeyError: 'mode'" in found.error
     s9 = Variant("s9", "", {"zero": {"stage": 9}})
-    found = run_variant(OFFLOAD[1], s9, replace(plan(tmp_path, ranks=1), place="device"), "test")
+    found = run_variant(OFFLOAD[0], s9, replace(plan(tmp_path, ranks=1), place="device"), "test")
     assert found.error is not None and "ended with 1" in found.error and "stage=9: stages are" in found.error
     assert str(found).startswith("no step timed")
 

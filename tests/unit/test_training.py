@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from deepzero.checkpoint.checkpoint_dir import LOCK, release
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine as Engine
-from deepzero.config.engine import EngineConfig, resolve_batch
+from deepzero.config.engine import BatchSizes, EngineConfig, resolve_batch
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.monitor import environment
@@ -96,19 +96,23 @@ def test_a_run_goes_back_to_a_checkpoint_of_its_own(tmp_path, monkeypatch):
     assert find_start(str(other / tag_of(4)), Path("new")) == other / tag_of(4)
 
 
-def test_a_run_goes_back_where_latest_cannot_be_read(tmp_path, monkeypatch):
+def test_a_run_goes_back_where_latest_cannot_be_read(tmp_path, monkeypatch, capsys):
     """Or cannot be written, which is one line."""
     own = saved(tmp_path / "checkpoints", 4)
     (own / "latest").write_bytes(b"\xff")
-    train = SimpleNamespace(resume=str(own / tag_of(4)), seed=0)
+    train = SimpleNamespace(resume=str(own / tag_of(4)), seed=0, steps=8)
     run = SimpleNamespace(train=train, data=SimpleNamespace(name="tiny"))
     data = {"data": "tiny", "sequences": 9, "seed": 0}
     engine = SimpleNamespace(
-        load_checkpoint=lambda path: (path, {"data": data}), global_steps=4, global_samples=8, global_rank=0
-    )
+        load_checkpoint=lambda path: (path, {"data": data}), global_steps=4, global_samples=8, global_rank=0,
+        batch=BatchSizes(8, 2, 2, 2),
+    )  # fmt: skip
+    batch = {"micro_batch": 4, "global_batch": 8}
+    monkeypatch.setattr(run_folder, "manifest_of", lambda *_: SimpleNamespace(batch=batch))
     sampler = SimpleNamespace(go_on=lambda *_: None, num_sequences=9)
     command = SimpleNamespace(keep=lambda _: None)
     assert run_folder.load_start(run, tmp_path, engine, sampler, command) == 4
+    assert "the checkpoint's steps had 2 micro-batches of 4 sequences, and this run's have 2" in capsys.readouterr().out
     assert (own / "latest").read_text() == f"{tag_of(4)}\n"
 
     engine.load_checkpoint = lambda path: (None, None)

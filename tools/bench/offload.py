@@ -36,7 +36,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from deepzero.layout import bucket_limit
 from deepzero.offload.pinned_arena import available_host_bytes
 from deepzero.utils.closed_pipe import exit_with
 from tools.bench import report
@@ -62,15 +61,12 @@ WITHOUT_GPU = (
 # ---- which model fits ------------------------------------------------------------------------------------------------
 # Host memory for one rank that offloads everything, in bytes for each parameter (docs/offload.md, "Memory"): compute 2,
 # master 4, Adam's moments 8, gradients (grad_accum_dtype=bf16) 2; and the shards that zero.Init made, until the engine
-# has moved them in, if they wait on the host. Beside these stand two landing places in fp32 as large as the largest
-# bucket (here the embedding's or the head's table, or a sixteenth of the model) and the process itself.
+# has moved them in, if they wait on the host. Beside these stands the process itself.
 
 HOST_BYTES, INIT_BYTES = 16, 2
-LANDINGS, LANDING_BYTES = 2, 4
 PLAIN_BYTES = 20
 """For each parameter on the device without offload: compute 2, gradients 4, master 4, moments 8, and what building it
 in fp32 leaves over."""
-DEFAULT_BUCKET = 500_000_000
 """``reduce_bucket_size`` and ``allgather_bucket_size``."""
 
 LADDER = (
@@ -108,11 +104,7 @@ def host_bytes_needed(work: Workload, init_on: str) -> int:
 
     ``init_on``: where ``zero.Init`` keeps the shards until the engine moves them in, ``cpu`` or ``device``.
     """
-    count = work.parameters
-    limit = bucket_limit(count, DEFAULT_BUCKET, DEFAULT_BUCKET)
-    largest = max(work.vocab_size * work.n_embd, min(count, limit))
-    each = HOST_BYTES + (INIT_BYTES if init_on == "cpu" else 0)
-    return each * count + LANDINGS * LANDING_BYTES * largest
+    return (HOST_BYTES + (INIT_BYTES if init_on == "cpu" else 0)) * work.parameters
 
 
 @dataclass(frozen=True)
