@@ -37,6 +37,7 @@ from unittest import mock
 import torch
 
 from deepzero.comm import simulated_streams as simulation
+from deepzero.comm.happens_before import Agent
 
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = {"record", "wait", "synchronize", "finish"}
@@ -144,6 +145,14 @@ def programs() -> dict[str, Callable[[], Any]]:
     from tests.distributed.test_offload import settings
     from tests.distributed.test_removals import PROGRAMS
 
+    def overlapped(ratio: float | None) -> dict[str, Any]:
+        given = settings(2, ratio, precision="bf16", gradient_accumulation_steps=2)
+        given["zero_optimization"]["overlap_param_gather"] = True
+        return given
+
+    delayed = 2, settings(
+        3, 1.0, precision="bf16", offload={"delayed_update": True, "delay_after_steps": 0}
+    ), "plain"  # fmt: skip
     made: dict[str, Callable[[], Any]] = {
         name: functools.partial(engine_of, *given) for name, given in PROGRAMS.items()
     }
@@ -152,7 +161,15 @@ def programs() -> dict[str, Callable[[], Any]]:
         "built by zero.Init": functools.partial(engine_of, *PROGRAMS["stage 3 on the host"], init=True),
         "activations": parts.activations,
         "activations, poisoned": functools.partial(parts.activations, chaos=True),
+        "publishing under the forward pass": functools.partial(engine_of, 2, overlapped(0.5), "plain"),
+        "the same, from the device": functools.partial(engine_of, 2, overlapped(None), "plain"),
+        "the delayed update of stage 3": functools.partial(engine_of, *delayed),
         "a load": parts.test_a_load_waits_for_the_last_copies,
+        "a pass that breaks off": broken_off,
+        "readers between steps": functools.partial(
+            read_between_steps, {**overlapped(None), "gradient_accumulation_steps": 1}
+        ),
+        "a load by one of two ranks": loaded_by_two,
         "a gradient of another stream": parts.test_a_gradient_of_another_stream_is_not_freed_too_early,
         "several streams": functools.partial(parts.of_several_streams, 2),
         "batches": parts.test_batches_come_one_ahead,
@@ -208,8 +225,8 @@ def engine_of(world: int, given: dict[str, Any], kind: str, init: bool = False) 
                 engine.offload_states()
                 engine.reload_states()
                 engine.load_module_state_dict({k: v + 0.25 for k, v in engine.module_state_dict().items()})
-                if world == 1:
-                    engine.save_checkpoint(folder, asynchronous=True)
+                for tag in ("one", "two") if world == 1 else ():
+                    engine.save_checkpoint(folder, tag, asynchronous=True)
             seen.append((engine.last_step.loss, engine.last_step.grad_norm))
         if world == 1:
             engine.load_checkpoint(folder)
@@ -218,6 +235,104 @@ def engine_of(world: int, given: dict[str, Any], kind: str, init: bool = False) 
         engine.destroy()
         del engine, weight, model
         gc.collect()
+    return seen
+
+
+def broken_off() -> Any:
+    """A parameter is written that a forward pass has prefetched, and has not come to."""
+    import deepzero
+    from deepzero.utils import safe_set_full_fp32_param
+    from tests.distributed.null_gpu import null_gpu
+    from tests.distributed.test_offload import settings
+    from tests.distributed.training import KINDS, make_batch
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    torch.manual_seed(0)
+    with null_gpu(2):
+        engine, *_ = deepzero.initialize(model=KINDS["plain"](), config=settings(3, precision="bf16"))
+        batch = [t.to("cuda:0") for t in make_batch(0, 2)]
+        for _ in range(2):
+            engine.backward(engine(*batch))
+            engine.step()
+        breaking = engine.module.blocks[0][0].register_forward_hook(stop)
+        with contextlib.suppress(KeyboardInterrupt):
+            engine(*batch)
+        breaking.remove()
+        stage3 = engine.zero.stage3
+        bucket = next(b for b in stage3.coordinator.buckets if b.status.name == "INFLIGHT")
+        safe_set_full_fp32_param(bucket.params[0], torch.zeros(bucket.params[0].ds_shape))
+        engine.backward(engine(*batch))
+        engine.step()
+        seen = engine.last_step.loss, engine.params_sha256()
+        engine.destroy()
+        del engine, stage3, bucket
+        gc.collect()
+    return seen
+
+
+def read_between_steps(given: dict[str, Any]) -> Any:
+    """Parameters are on their way, and are read: by a model in eval mode, by a view, when the program ends."""
+    import deepzero
+    from deepzero.runtime.zero import overlap_param_gather
+    from tests.distributed.null_gpu import null_gpu
+    from tests.distributed.training import KINDS, make_batch
+
+    torch.manual_seed(0)
+    with null_gpu(2):
+        engine, *_ = deepzero.initialize(model=KINDS["plain"](), config=given)
+        (group,) = engine.zero.groups
+        batch, seen, held = [t.to("cuda:0") for t in make_batch(0, 2)], [], None
+        for step in range(6):
+            engine.backward(engine(*batch))
+            engine.step()
+            if step == 1:  # the norm is the first module in eval mode, and reads for others
+                norm = engine.module.norm.eval()
+                norm(torch.ones(1, norm.weight.numel(), device="cuda:0", dtype=torch.bfloat16))
+                seen.append(group.flat_P.float().sum())
+                norm.train()
+            if step == 3:
+                held = group.flat_P[:1]
+            if step == 5:
+                assert held is not None
+                seen.append(held.float().sum())
+                held = None
+        engine.backward(engine(*batch))
+        engine.step()
+        overlap_param_gather.finish()
+        seen.append(group.flat_P.float().sum())
+        shown = [float(value) for value in seen]
+        engine.destroy()
+        del engine, group, held
+        gc.collect()
+    return shown
+
+
+def loaded_by_two() -> Any:
+    """What one rank has saved in stage 0 is read by the first of two, who each read a part and send it."""
+    import deepzero
+    from tests.distributed.null_gpu import null_gpu
+    from tests.distributed.test_offload import settings
+    from tests.distributed.training import KINDS, make_batch
+
+    seen = []
+    with tempfile.TemporaryDirectory() as folder:
+        for world in (0, 2):
+            torch.manual_seed(0)
+            with null_gpu(world):
+                engine, *_ = deepzero.initialize(model=KINDS["plain"](), config=settings(0, precision="bf16"))
+                if world:
+                    engine.load_checkpoint(folder)
+                batch = [t.to("cuda:0") for t in make_batch(0, 2)]
+                engine.backward(engine(*batch))
+                engine.step()
+                seen.append(engine.params_sha256())
+                if not world:
+                    engine.save_checkpoint(folder)
+                engine.destroy()
+                del engine
+                gc.collect()
     return seen
 
 
@@ -259,6 +374,15 @@ def passers(found: list[Site]) -> Iterator[set[Site]]:
 
         return call
 
+    def learning(method: Any) -> Any:
+        def call(self: Any, clock: dict[Any, int]) -> None:
+            # A thread that hears of another one, by a future or by its end.
+            if self.thread and any(agent.thread and at > self.clock.get(agent, 0) for agent, at in clock.items()):
+                passed.update(on_the_way())
+            method(self, clock)
+
+        return call
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(builtins, HANDED, handed, create=True))
         for file in {site.file for site in found if not site.called}:
@@ -270,6 +394,7 @@ def passers(found: list[Site]) -> Iterator[set[Site]]:
         ):
             for name in names:
                 stack.enter_context(mock.patch.object(kind, name, watched(getattr(kind, name), name == "record")))
+        stack.enter_context(mock.patch.object(Agent, "knows", learning(Agent.knows)))
         yield passed
 
 

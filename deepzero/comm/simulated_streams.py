@@ -339,13 +339,18 @@ class SimulatedAccelerator(device.NullAccelerator):
 # ---- the program's own order -----------------------------------------------------------------------------------------
 
 
-def _inside(modes: Callable[[], Any], function: Any) -> Any:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with modes():
-            return function(*args, **kwargs)
+class _Inside:
+    """A function that runs inside of ``modes()``. Who looks at it sees the function: whose method it is, its name."""
 
-    return call
+    def __init__(self, modes: Callable[[], Any], function: Any) -> None:
+        self._modes, self._function = modes, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._modes():
+            return self._function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
 
 
 def _kinds(kind: type) -> Iterator[type]:
@@ -359,15 +364,15 @@ def _interposed(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
     """What has to be heard of and passes by torch's modes: (holder, name, value)."""
     devices = functools.partial(_Devices, machine)
     # Torch puts a mode aside while it runs a function for it, and what the function calls back is without it.
-    yield torch.autograd, "_engine_run_backward", _inside(devices, torch.autograd._engine_run_backward)
+    yield torch.autograd, "_engine_run_backward", _Inside(devices, torch.autograd._engine_run_backward)
     push = torch._C._autograd._push_saved_tensors_default_hooks
-    hooks = lambda pack, unpack: push(_inside(devices, pack), _inside(devices, unpack))
+    hooks = lambda pack, unpack: push(_Inside(devices, pack), _Inside(devices, unpack))
     yield torch._C._autograd, "_push_saved_tensors_default_hooks", hooks
 
     for kind in _kinds(torch.Tensor):
         answers = vars(kind).get("__torch_function__")
         if kind.__module__.startswith("deepzero.") and isinstance(answers, classmethod):
-            yield kind, "__torch_function__", classmethod(_inside(devices, answers.__func__))
+            yield kind, "__torch_function__", classmethod(_Inside(devices, answers.__func__))
 
     # Makers that neither mode sees.
     def borrowing(make: Any) -> Any:

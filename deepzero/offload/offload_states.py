@@ -103,8 +103,8 @@ def plan(leaving: Sequence[StorageSpec]) -> list[Region]:
 class OffloadedStorages:
     """Storages that leave together, each once, none of them empty; they come back by :meth:`come_back`.
 
-    Tensors on them that are ``reachable``, which a program may read meanwhile, are marked. With ``non_blocking`` copies
-    are under way afterwards; what is issued on the device then comes after them.
+    Tensors on them that are ``reachable``, which a program may read meanwhile, are marked. Copies may be under way
+    afterwards; what is issued on the device then comes after them.
 
     Raises:
         HostMemoryError: there is no memory for the arena. Nothing has changed.
@@ -116,7 +116,6 @@ class OffloadedStorages:
         reachable: Iterable[torch.Tensor],
         wire: HostDeviceCopier,
         pin: bool,
-        non_blocking: bool,
     ) -> None:
         self._wire, regions = wire, plan(leaving)
         self._leaving = [(*one, one.storage.nbytes()) for one in leaving]
@@ -125,10 +124,7 @@ class OffloadedStorages:
         self._copies: list[PendingCopy] = []
         homes = [bytes_of_storage(one.storage, wire.device) for one in leaving if one.keep]
         for copy in [wire.to_host(STATES_TO_HOST, *pair) for pair in zip(self._kept, homes, strict=True)]:
-            # The stream waits in either case: memory that is given back is the next kernel's.
-            copy.wait()
-            if not non_blocking:
-                copy.finish()
+            copy.wait()  # in the stream: memory that is given back is the next kernel's
         gone = {one.storage._cdata for one in leaving}
         for one in leaving:
             one.storage.resize_(0)
@@ -169,9 +165,7 @@ class OffloadedStorages:
             self.close()
 
     def close(self) -> None:
-        """Give the arena back, when the copies from it have arrived."""
-        for copy in self._copies:
-            copy.finish()
+        """Give the arena back, when the copies from it have arrived: to unlock pages is to wait for all of them."""
         self._copies, self._kept = [], []
         self.arena.close()
         self._wire.meter.close_step()
@@ -216,7 +210,7 @@ class StateOffloader:
         before, problem = list(self.offloaded), None
         try:
             if leaving:
-                self.offloaded.append(OffloadedStorages(leaving, reachable, self._wire, pin_memory, non_blocking))
+                self.offloaded.append(OffloadedStorages(leaving, reachable, self._wire, pin_memory))
         except HostMemoryError as error:
             problem = f"{error} (or pass pin_memory=False to offload_states)" if pin_memory else str(error)
         try:

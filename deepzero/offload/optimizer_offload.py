@@ -170,12 +170,6 @@ class HostAllGather(PlainAllGather):
         if self._copy is not None:
             self._copy.wait()
 
-    def finish_shard(self) -> None:
-        """Block until the last copy has read the shard: the CPU will overwrite it."""
-        if self._copy is not None:
-            self._copy.finish()
-            self._copy = None
-
 
 # ---- 3 gradient ready: down to the host ------------------------------------------------------------------------------
 
@@ -328,8 +322,9 @@ class HostParamUpload:
         until the previous upload from the same memory has completed.
         """
         self._staging.finish()
-        if self._on_host:  # offload_param: the step writes where the parameters live, and nothing travels here
-            self.group.wait_for_fetches(self.bucket)
+        if self._on_host:
+            # offload_param: the step writes where the parameters live, and nothing travels here. The program has stood
+            # still for what was fetched from there: the agreement before the step is read behind the passes.
             if not self.group.placement.own_masters_at(self.bucket):
                 return [self.group.param_fragment(fragment) for fragment in self.fragments]
         if self._on_host or self._staging.memory is None:

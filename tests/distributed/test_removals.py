@@ -17,8 +17,8 @@ from tests.distributed.training import KINDS, make_batch
 
 VERBS = {
     "wait", "finish", "record", "poison", "settle", "_settle", "drain", "wait_all", "wait_event", "synchronize",
-    "finish_reads", "finish_fetches", "wait_for_fetches", "before_write", "before_writes", "_catch_up",
-    "arrive", "_wait_for_update", "wait_shard", "finish_shard",
+    "finish_reads", "before_write", "before_writes", "_catch_up",
+    "arrive", "_wait_for_update", "wait_shard",
 }  # fmt: skip
 
 BUCKET = 1000
@@ -86,16 +86,11 @@ UNNOTICED = {
     "reduce_scatter.BucketReducer.launch: self.comm.exchange(kind + self.suffix, [output], [output], 0, "
     "f'bucket {bucket.index}').wait()": "one rank: nothing travels, and the ledger notes it",
     "reduce_scatter.BucketReducer.drain: gather.wait()": AGREED,
-    "optimizer_offload.HostAllGather.finish_shard: self._copy.finish()": AGREED,
-    "stage3.PartitionedParamGroup.wait_for_fetches: self.buckets[bucket.index].gather.source.finish_shard()": AGREED,
-    "optimizer_offload.HostParamUpload.output_fragments: self.group.wait_for_fetches(self.bucket)": AGREED,
-    "partitioned_bucket.PartitionedBucket.release: self.wait()": UNUSED,
     "offload_states.StateOffloader._come_to_rest: engine.zero.reducer.drain()": UNUSED,
     "activations.HostActivations.watching: self._ahead.popitem()[1][1].wait()": UNUSED,
     "partitioned_bucket.PartitionedBucket.write: self.gathered_by.finish()": UNUSED,
     "partitioned_bucket.PartitionedBucket.gather_again: gather.finish()": LOSSY,
     "partitioned_bucket.PartitionedBucket.write: self.owner.before_write()": KNOWN,
-    "partitioned_bucket.PartitionedBucket.write: self.gather.source.finish_shard()": KNOWN,
     "stage_1_and_2.FlatParamGroup.write: self.before_write()": KNOWN,
     "copy_streams.HostDeviceCopier.finish_reads: copy.finish()": KNOWN,
     "optimizer_offload.Offload.finish_reads: self.wire.finish_reads()": KNOWN,
@@ -110,8 +105,6 @@ UNNOTICED = {
     "activations.HostActivations._pack: self._settle(LEAVING)": EARLIER,
     "activations.HostActivations._fetch: self._settle(0)": EARLIER,
     "activations.HostBuffers.take: copy.finish()": "the loss is read in between; in test_null_gpu.py it is not",
-    "offload_states.OffloadedStorages.__init__: copy.finish()": "states leave without blocking here",
-    "offload_states.OffloadedStorages.close: copy.finish()": "to unlock pages waits for the device",
     "copy_streams.PendingCopy.wait: self._before.record()": TIMES,
     "copy_streams.PendingCopy.wait: self._after.record()": TIMES,
     "copy_streams.HostDeviceCopier._launch: copy.begin.record()": TIMES,

@@ -171,9 +171,6 @@ class ParamGroup:
 
     # What follows is for parameters that stay whole; partitioned ones show values only while a module runs.
 
-    def wait_for_fetches(self, bucket: Bucket) -> None:
-        """Wait until nobody reads this rank's part of ``bucket``, so that it may be written where it lives."""
-
     def refresh_data_ptrs(self) -> None:
         """Note where the parameters lie after ``offload_states`` has moved them."""
 

@@ -152,9 +152,6 @@ class PlainAllGather:
     def wait_shard(self) -> None:
         """Let the current stream wait for the last fetch."""
 
-    def finish_shard(self) -> None:
-        """Block until no fetch reads the shard any more: it is about to be overwritten."""
-
     # ---- messages to the ranks that keep them: see SecondaryAllGather.launch_to_replicas -----------------------------
 
     def message(self, shard: torch.Tensor) -> torch.Tensor:

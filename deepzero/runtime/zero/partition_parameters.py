@@ -562,7 +562,7 @@ class Init:
         """Forget what a write made whole; the shards stay as they were. Nothing is sent."""
         for bucket in buckets:
             self._open.pop(bucket, None)
-            if bucket.status is not ZeroParamStatus.NOT_AVAILABLE:
+            if bucket.status is ZeroParamStatus.AVAILABLE:
                 bucket.release(discard=True)
 
 

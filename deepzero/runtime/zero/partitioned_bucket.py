@@ -184,8 +184,6 @@ class PartitionedBucket:
         Raises:
             PartitionedUseError: a parameter was written. It is released all the same.
         """
-        if self.status is ZeroParamStatus.INFLIGHT:
-            self.wait()  # a prefetch that was not used; until it has arrived the buffer is the all-gather's
         self._expect(ZeroParamStatus.AVAILABLE, "released")
         written = None if discard else self.writes.written()
         address = storage_ptr_of(self.gathered)
@@ -247,8 +245,7 @@ class PartitionedBucket:
         """New values for one parameter, 1-D and whole, the same on every rank: this rank keeps its fragment."""
         if self.owner is not None and self.owner.before_write is not None:
             self.owner.before_write()
-        # A shard in host memory may be on its way to the device.
-        self.gather.source.finish_shard()
+        # One in host memory: the program stands still for this copy, which comes after fetches that read the shard.
         start, stop, first = self.range_of(param._zero.placed()[1])
         self.shard[first : first + stop - start].copy_(values[start:stop])
         self.generation += 1

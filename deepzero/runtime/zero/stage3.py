@@ -312,10 +312,6 @@ class PartitionedParamGroup(ParamGroup):
                 # In fp32 the optimizer has written the shard itself. Either way graphs of older values end here.
                 bucket.generation += 1
 
-    def wait_for_fetches(self, bucket: Bucket) -> None:
-        """Before the CPU writes a bucket's new parameters where they live: no fetch reads the old ones any more."""
-        self.buckets[bucket.index].gather.source.finish_shard()
-
     def arrived(self, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
         """The CPU has stepped on a bucket, and what it wrote is here (None), or is when ``wait_upload`` returns."""
         self.buckets[bucket.index].mark_updated(wait_upload)
