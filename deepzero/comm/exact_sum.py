@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 SUM_CHUNK = 1 << 17
-"""Elements. The sum runs over chunks this long, whose fp32 scratch (512 KiB) stays in the core's cache."""
+"""Elements. The sum runs over chunks this long, whose fp32 scratch (512 KiB, twice) stays in the core's cache."""
 DEVICE_CHUNK = 1 << 24
 """The same where chunks only cost launches: on a GPU, for shards that long. 128 MiB of scratch at the most."""
 

@@ -1,8 +1,8 @@
 """The ring: all-reduce, reduce-scatter and all-gather from nothing but *send to the right, receive from the left*.
 
 This is the way in to everything else in ``comm/``. Data-parallel ranks have each computed gradients on their own data
-and need the average. If one rank collected them all, its link would carry W times the gradients and everybody else
-would wait. On a ring every link works all the time, and no rank ever holds more than it started with.
+and need the average. If one rank collected them all, its link would carry W - 1 times the gradients, in and out, and
+everybody else would wait. On a ring every link works all the time, and a rank holds one chunk more than it began with.
 
 The ranks stand in a circle and each cuts its tensor into W chunks, one for each rank::
 

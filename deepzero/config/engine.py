@@ -32,7 +32,7 @@ class PrecisionConfig(Section):
     loss_scale_window: int = 1000
     """fp16, dynamic: steps without overflow before the scale doubles."""
     hysteresis: int = 2
-    """fp16, dynamic: overflows that are tolerated before the scale halves."""
+    """fp16, dynamic: the scale halves at this overflow; those before it are tolerated."""
     consecutive_hysteresis: bool = False
     """fp16, dynamic: refill the hysteresis after every step without overflow."""
     min_loss_scale: float = 1.0

@@ -322,11 +322,10 @@ class HostParamUpload:
         until the previous upload from the same memory has completed.
         """
         self._staging.finish()
-        if self._on_host:
-            # offload_param: the step writes where the parameters live, and nothing travels here. The program has stood
-            # still for what was fetched from there: the agreement before the step is read behind the passes.
-            if not self.group.placement.own_masters_at(self.bucket):
-                return [self.group.param_fragment(fragment) for fragment in self.fragments]
+        # offload_param: the step writes where parameters live, and nothing travels here. The program has stood still
+        # for what was fetched from there: the agreement before the step is read behind the passes.
+        if self._on_host and not self.group.placement.own_masters_at(self.bucket):
+            return [self.group.param_fragment(fragment) for fragment in self.fragments]
         if self._on_host or self._staging.memory is None:
             return [None] * len(self.fragments)
         staged, cursor = self._staging.memory[: self.bucket.shard_numel], 0

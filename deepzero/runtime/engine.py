@@ -126,7 +126,7 @@ class Engine(nn.Module):
         # Called with a call's name before it runs; each raises when that call cannot be made now.
         self.preconditions: list[Callable[[str], None]] = []
         # Contexts that every forward pass runs in.
-        self.around_forward: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
+        self.around_forward: list[Callable[[], contextlib.AbstractContextManager[None]]] = [self.zero.stage.unwinding]
         # Called after each optimizer step, applied or skipped.
         self.on_step: list[Callable[[StepRecord], None]] = []
 

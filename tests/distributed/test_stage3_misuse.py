@@ -194,30 +194,6 @@ def mixed_meta(rank, world):
         zero.Init(module=layer)
 
 
-def discarded_on_the_way(rank, world):
-    """What is thrown away while it travels belongs to the all-gather until it has arrived."""
-    engine = engine_of(bucket=700)
-    weight = engine.module.first.weight
-    bucket = weight._zero.bucket
-    bucket.launch("test")
-    pending, mine = bucket.gather._pending, bucket.gathered.split(bucket.layout.shard_numel)[rank]
-    pending.wait()
-    mine.fill_(7.0)
-    seen = []
-
-    class Arrival:
-        def wait(self):
-            seen.append((bool((mine == 7.0).all()), bucket in [owner for owner, _ in bucket.pool.owners.values()]))
-
-    bucket.gather._pending = Arrival()
-    bucket.release(discard=True)
-    assert seen == [(True, True)]  # nobody has touched the buffer, or given it back, before
-    assert weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE and not (bucket.shard == 7.0).any()
-    with pytest.raises(RuntimeError, match="NOT_AVAILABLE and cannot be released"):
-        bucket.release(discard=True)
-    step(engine, rank)
-
-
 def broken_off(rank, world):
     """An exception inside ``GatheredParameters`` arrives as it is, however the write was made."""
     engine = engine_of(bucket=700)
@@ -230,6 +206,19 @@ def broken_off(rank, world):
         weight.fill_(2.0)
         raise KeyError
     assert engine.params_sha256() == before
+    step(engine, rank)
+
+
+def stopped_by_ctrl_c(rank, world):
+    """Torch calls no hook of the modules under way, which are under way no more."""
+    engine = engine_of(bucket=700)
+    handle = engine.module.first.register_forward_hook(mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine(batch(0, rank))
+    handle.remove()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    with pytest.raises(PartitionedUseError, match="partitioned"):
+        engine.module.first.weight.sum()
     step(engine, rank)
 
 
@@ -303,7 +292,7 @@ def a_shorter_step(rank, world):
 
 
 CASES = [neighbours, through_data, load_on_the_way, gather_between, inference, two_engines, sparse, checkpointed_engine]
-CASES += [mixed_meta, discarded_on_the_way, broken_off]
+CASES += [mixed_meta, broken_off, stopped_by_ctrl_c]
 CASES += [broken_off_when_gathered, gradient_of_the_input, hooks_without_a_name, a_shorter_step]
 
 

@@ -17,7 +17,7 @@ def test_waits_are_found_by_their_syntax():
     assert not any(site.file == "device.py" for site in found.values())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_sample_of_waits_is_noticed():
     found = waits.sites()
     known = waits.baselines(found, PROGRAMS)

@@ -451,7 +451,7 @@ def parameter_states() -> Canvas:
     canvas = Canvas("The states of a parameter in stage 3")
     canvas.numbers["states"] = [status.name for status in ZeroParamStatus]
     notes = (
-        "this rank's shard, numel / W",
+        "this rank's part of its bucket",
         "the shard, and a buffer being filled",
         "the shard, and all numel elements",
     )

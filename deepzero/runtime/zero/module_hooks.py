@@ -213,6 +213,15 @@ class ModuleHooks:
         while self._stack:
             self._leave()
 
+    @contextmanager
+    def unwinding(self) -> Iterator[None]:
+        """Around a forward pass: Ctrl-C skips a module's hooks, also those that torch always calls."""
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
+
     # ---- what autograd saves -----------------------------------------------------------------------------------------
 
     def _become_innermost(self) -> bool:

@@ -66,7 +66,7 @@ def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
 
     They are upper limits, with defaults (5e7, 1e9, 1e9) that are made for models of many billions: taken literally, a
     model below 1e9 elements would be gathered once and never released between forward and backward. So looking ahead
-    and keeping are limited to a bucket's largest size: N/16, at least ``MIN_BUCKET_NUMEL`` or one large parameter.
+    and keeping are limited to a bucket's largest size (``limit``): see ``layout.py:bucket_limit``.
     """
     return FetchLimits(
         prefetch_numel=min(config.stage3_prefetch_bucket_size, limit),

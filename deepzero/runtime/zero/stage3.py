@@ -373,7 +373,7 @@ class ZeroStage3:
         self._last_micro_batch = False
         # 1 fetch, 2 release: the hooks call the coordinator.
         self.hooks = ModuleHooks(model, self.coordinator, self._leaf_done)
-        gradients.leaf_params = self.hooks.leaf_params
+        gradients.leaf_params, self.unwinding = self.hooks.leaf_params, self.hooks.unwinding
 
     def _mark_persistent(self) -> None:
         """Give parameters that stay whole DeepSpeed's attributes: ``ds_id``, ``ds_status`` and the like."""

@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -362,6 +363,10 @@ class ZeroStage1And2:
 
     def before_writes(self) -> None:
         """Do nothing: whole parameters may be written at any time between passes."""
+
+    def unwinding(self) -> AbstractContextManager[None]:
+        """Around a forward pass: whatever ends it leaves nothing behind. Here nothing could be."""
+        return nullcontext()
 
     def destroy(self) -> None:
         """Let the parameters belong to no engine."""
