@@ -61,6 +61,11 @@ class _Operations(TorchDispatchMode):
             return self.machine.operation(func, args, kwargs or {})
 
 
+def _is_meta(what: Any) -> bool:
+    with torch._C.DisableTorchFunction():
+        return what.is_meta if isinstance(what, torch.Tensor) else str(what) == "meta"
+
+
 def _side_of(where: Any) -> str:
     return "device" if torch.device(where).type == "cuda" else "host"
 
@@ -76,6 +81,8 @@ class _Devices(TorchFunctionMode):
         kwargs, machine = dict(kwargs or {}), self.machine
         if not machine.open:
             return func(*args, **kwargs)
+        if any(map(_is_meta, (*args[:2], kwargs.get("device")))):
+            return func(*args, **kwargs)  # a dry run's, without values
         asked, name = getattr(func, "__self__", None), getattr(func, "__name__", "")
         if asked is torch.Tensor.device:
             return machine.gpu if machine.side(args[0]) == "device" else CPU
