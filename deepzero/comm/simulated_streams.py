@@ -63,7 +63,9 @@ class _Operations(TorchDispatchMode):
 
 def _is_meta(what: Any) -> bool:
     with torch._C.DisableTorchFunction():
-        return what.is_meta if isinstance(what, torch.Tensor) else str(what) == "meta"
+        if isinstance(what, torch.Tensor):
+            return what.is_meta
+        return isinstance(what, (str, torch.device)) and str(what) == "meta"
 
 
 def _side_of(where: Any) -> str:
