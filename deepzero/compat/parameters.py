@@ -48,7 +48,7 @@ class OffloadStateTypeEnum(str, Enum):
 def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:
     """The devices on which an engine's tensors of this kind are now."""
     if state.value not in model.offloader.away:
-        return {tensor.device for tensor, _ in model.offloader.states()[state.value]}
+        return {tensor.device for tensor, _ in model.offloader.states()[state.value]} or {model.device}
     # The reducer's buckets are not kept: what is in them has been used.
     return set() if state is OffloadStateTypeEnum.contiguous_grad_buffer else {torch.device("cpu")}
 
