@@ -22,7 +22,7 @@ class FetchLimits:
     """All in elements."""
 
     prefetch_numel: int
-    """``stage3_prefetch_bucket_size``: how much may be fetched ahead of its use."""
+    """``stage3_prefetch_bucket_size``: fetch ahead until so much is launched and not yet used."""
     reuse_numel: int
     """``stage3_max_reuse_distance``: what is used again within so many elements of other parameters is kept."""
     live_numel: int
