@@ -120,9 +120,9 @@ RULES: tuple[tuple[Callable[[Gap], bool], Words], ...] = (
         "computation for each reduction helps, or fewer bytes",
     )),
     (lambda gap: gap.phase == "publish" and gap.cause.kind == "parameters.all_gather" and not gap.cause.launching, (
-        "gradient_accumulation_steps", "larger",
-        "new parameters are gathered at the end of each step, when there is nothing to compute; with more "
-        "micro-batches in a step that happens less often for the same data",
+        "zero.overlap_param_gather", "true (stages 1 and 2), or a larger gradient_accumulation_steps",
+        "new parameters are gathered at the end of each step, when there is nothing to compute; they can travel under "
+        "the next forward pass, or, with more micro-batches in a step, less often for the same data",
     )),
     (lambda gap: gap.cause.launching and gap.cause.kind != "agreement.all_reduce", (
         MICRO_BATCH, "larger, or fewer bytes: zero.zero_quantized_weights=true, zero.zero_quantized_gradients=true",

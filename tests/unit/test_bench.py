@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,8 @@ import pytest
 import torch
 
 from deepzero.monitor.metrics_file import read_metrics
-from tools.bench import cpu_adam, gpu, monitoring, offload, report, zero
+from deepzero.planning.clusters import find_cluster
+from tools.bench import cpu_adam, gpu, links, monitoring, offload, report, zero
 from tools.bench.contenders import CONTENDERS, FLOOR, OFFLOAD, Contender, Variant, by_name
 from tools.bench.engines import settings_of
 from tools.bench.launch import GIB, Outcome, Plan, _outcome, run_variant
@@ -404,6 +407,40 @@ def test_a_quick_run_of_everything(tmp_path, capsys):
         (row,) = found["speed"]["rows"][name]
         assert row["error"] is None and len(row["seconds"]["step"]) == 2 and len(row["losses"]) == 5
     assert "All do the same work" in printed
+
+
+# ---- links of a given speed ------------------------------------------------------------------------------------------
+
+
+def test_links_that_cannot_be_throttled(monkeypatch, capsys):
+    monkeypatch.delenv(links.INSIDE, raising=False)
+    monkeypatch.setattr(links, "refusal", lambda: "no tc")
+    assert links.main(["--quick"]) == 2
+    assert "this machine throttles no links (no tc); root, unshare and tc are needed" in capsys.readouterr().err
+    assert "3gbit" in links.bucket(3) and "tbf" not in links.bucket(0)
+
+
+def test_what_is_predicted_of_links():
+    """Steps are longer on slower links, and less so when parameters are gathered under the next forward pass."""
+    cluster, zero = find_cluster("h100"), {"stage": 2, "overlap_comm": True}
+    work = replace(TINY, ranks=2)
+    for gather in (False, True):
+        slow, fast = (links.predict(work, {**zero, "overlap_param_gather": gather}, cluster, s) for s in (0.1, 10))
+        assert slow > fast
+    assert slow < links.predict(work, zero, cluster, 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(links.refusal()), reason="throttling a link takes root, unshare and tc")
+def test_a_quick_run_over_links(tmp_path):
+    words = ["--quick", "--rounds", "1", "--steps", "2", "--speeds", "1", "0", "--contenders", "deepzero2:gather"]
+    page = tmp_path / "page.md"
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.bench.links", *words, "--page", page], capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1:3] for line in page.read_text().splitlines() if line.startswith("| deepzero2 gather")]
+    assert [speed.strip() for _, speed in rows] == ["1 Gb/s", "memory"]
 
 
 # ---- benchmarks of one thing -----------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ CASES = [
         ["train_micro_batch_size_per_gpu"],
     ),
     ([ours("publish", 90, 99), *flight("bucket 1|parameters.all_gather", (90, 90.5), (90.5, 98))],
-     ["gradient_accumulation_steps"]),
+     ["zero.overlap_param_gather"]),
     (flight(f"bucket 8|{GATHER} prefetch", (10, 20), (30, 30)), ["train_micro_batch_size_per_gpu"]),
     ([ours("wait agreement.all_reduce", 90, 99)], [""]),
     ([ours("H2D bucket 1 (x) offload.parameters_fetch", 5, 20)], ["zero.offload_param.device"]),
