@@ -245,7 +245,7 @@ class PartitionedBucket:
         """New values for one parameter, 1-D and whole, the same on every rank: this rank keeps its fragment."""
         if self.owner is not None and self.owner.before_write is not None:
             self.owner.before_write()
-        # One in host memory: the program stands still for this copy, which comes after fetches that read the shard.
+        # ``before_write`` has waited for fetches that read a shard in host memory.
         start, stop, first = self.range_of(param._zero.placed()[1])
         self.shard[first : first + stop - start].copy_(values[start:stop])
         self.generation += 1
