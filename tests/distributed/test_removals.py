@@ -74,7 +74,8 @@ REMOVALS = [r for module in ON_GPU for r in calls_of(module, VERBS) if "ledger.r
 
 
 EARLIER = "the backward pass settles too; this gives memory back before it"
-HELD = "it decides what is held, and no value: test_stage3_ledger.py compares that with what was predicted"
+LATE = "no program here publishes under the forward pass: test_overlap_param_gather.py does"
+WAITS = "no program here comes by it with something under way: those of tools/waits.py do"
 TIMES = "it takes the time, and orders nothing"
 AGREED = "the step's agreement has stood still for the device before; kept for a bucket that nobody has used since"
 UNUSED = "no program here leaves one on its way"
@@ -87,7 +88,10 @@ UNNOTICED = {
     "f'bucket {bucket.index}').wait()": "one rank: nothing travels, and the ledger notes it",
     "reduce_scatter.BucketReducer.drain: gather.wait()": AGREED,
     "offload_states.StateOffloader._come_to_rest: engine.zero.reducer.drain()": UNUSED,
-    "activations.HostActivations.watching: self._ahead.popitem()[1][1].wait()": UNUSED,
+    "activations.HostActivations.watching: copy.wait()": WAITS,
+    "optimizer_offload.HostGradients.output.there_and_back: (down or self._down[key]).wait()": WAITS,
+    "gradient_reduction.GradientReducer.reduce_now: self.drain() #1": "test_world_size.py does",
+    "offload_states.StateOffloader._come_to_rest: engine.before_writes()": LATE,
     "partitioned_bucket.PartitionedBucket.write: self.gathered_by.finish()": UNUSED,
     "partitioned_bucket.PartitionedBucket.gather_again: gather.finish()": LOSSY,
     "partitioned_bucket.PartitionedBucket.write: self.owner.before_write()": KNOWN,
@@ -96,11 +100,7 @@ UNNOTICED = {
     "optimizer_offload.Offload.finish_reads: self.wire.finish_reads()": KNOWN,
     "gradient_reduction.GradientReducer.discard_gradients: self.drain()": REST,
     "optimizer_offload.HostGradients.discard: self.drain()": REST,
-    "partitioned_param_coordinator.InflightParamRegistry.wait_all: self.wait(key)": ITSELF,
-    "partitioned_param_coordinator.PartitionedParameterCoordinator.release_all: self.inflight.wait_all()": ITSELF,
     "partitioned_param_coordinator.PartitionedParameterCoordinator._release: self.inflight.wait(key)": ITSELF,
-    "buffer_pool.BufferPool.end_pass: self.settle(self._sizes, self._most_allowed if self._sizes else "
-    "self._most_planned)": HELD,
     "activations.HostActivations.watching: self._settle(0)": EARLIER,
     "activations.HostActivations._pack: self._settle(LEAVING)": EARLIER,
     "activations.HostActivations._fetch: self._settle(0)": EARLIER,
