@@ -192,8 +192,8 @@ def bucket_limit(numel: int, reduce_bucket_size: int, allgather_bucket_size: int
 
     DeepSpeed's bucket sizes are upper limits, and stay so. Their default, 5e8, is larger than most models, and one
     bucket as large as the model cannot overlap with the backward pass that fills it; so a small model is cut into
-    about ``TARGET_BUCKETS`` buckets of at least ``MIN_BUCKET_NUMEL`` elements. All numbers are elements, ``numel`` of
-    all groups together.
+    about ``TARGET_BUCKETS`` buckets, by a limit of at least ``MIN_BUCKET_NUMEL`` elements. All numbers are elements,
+    ``numel`` of all groups together.
 
     Example:
         >>> bucket_limit(100_000_000, 500_000_000, 500_000_000), bucket_limit(100_000_000, 1_000_000, 500_000_000)

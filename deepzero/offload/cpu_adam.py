@@ -1,9 +1,9 @@
 """CPUAdam: Adam and AdamW for parameters and state in the CPU's memory, one pass over it for each step.
 
 ZeRO-Offload keeps the fp32 masters and both moments on the CPU: 12 bytes an element that the GPU does not hold. What
-remains to be done there is one Adam step, and what enters and leaves is narrow: the reduced gradient comes in bf16, the
-new parameter goes back in bf16. Both casts and the division by loss scale, ranks and clipping happen on the way through
-the cache (:mod:`deepzero.offload.adam_kernels`)::
+remains to be done there is one Adam step, and what enters and leaves is narrow: the reduced gradient comes in fp32
+or bf16, the new parameter goes back in bf16. Casts and the division by loss scale, ranks and clipping happen on the way
+through the cache (:mod:`deepzero.offload.adam_kernels`)::
 
     grad (bf16) --widen--> / scale --> exp_avg, exp_avg_sq, param (fp32, in place) --round--> out (bf16)
 

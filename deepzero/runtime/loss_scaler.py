@@ -2,7 +2,7 @@
 
 fp16 has no numbers between 0 and 6e-8, and many gradients are smaller. The backward pass is linear, so a loss that is
 multiplied by a scale ``s`` gives gradients that are all multiplied by ``s``; they survive the trip in fp16 and are
-divided by ``s`` in fp32, just before the optimizer. Too large an ``s`` overflows: some gradient becomes inf or NaN, the
+divided by ``s`` in fp32, in the optimizer's step. Too large an ``s`` overflows: some gradient becomes inf or NaN, the
 step is thrown away on all ranks, and ``s`` is made smaller. bf16 and fp32 have the range and use a scale of 1.
 
 A *dynamic* scale rides the edge. With a ``window`` of w steps and a ``hysteresis`` of h, after each optimizer step:
@@ -39,7 +39,8 @@ class LossScaleError(RuntimeError):
 class LossScaler:
     """A scale that never changes: fp16 with a fixed ``loss_scale``, and 1 for bf16 and fp32. DeepSpeed's name.
 
-    An overflowing step is still skipped by the engine; there is just nothing to learn from it.
+    In fp16 an overflowing step is still skipped by the engine, and there is nothing to learn from it; in bf16 and fp32
+    the engine raises.
 
     Args:
         scale: multiplies the next loss, and divides the gradients that come of it; positive.

@@ -201,7 +201,7 @@ def bucket_bytes(
 def wire_bytes(placements: Sequence[OffloadPlan], sizes: StateSizes, world_size: int, delayed: bool) -> tuple[int, int]:
     """What an offloaded step takes beside its state, on the device and on the host.
 
-    On the device a slot for each bucket and one more, of the largest part's sum; on the host two buffers for new
+    On the device a slot for each send buffer and one more, of the largest part's sum; on the host two buffers for new
     parameters that are not fp32, or with a delayed update one for each bucket.
     """
     parts = [(p, i) for p in placements for i in p.layout.buckets if p.steps_on_host(i)]

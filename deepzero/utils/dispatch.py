@@ -1,8 +1,8 @@
-"""Operations inside a model that torch's dispatch modes do not see."""
+"""Operations of our own inside of a model: unseen by torch's dispatch modes, and by the pass that is under way."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from typing import Any
 
 import torch
@@ -23,3 +23,23 @@ def hide_from_checkpointing() -> AbstractContextManager[Any]:
     if any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes):
         return _disable_current_modes()
     return _NOTHING
+
+
+class outliving_pass(ContextDecorator):
+    """What is made within, or in a function so decorated, outlives the pass under way: no graph, no inference tensors.
+
+    ``torch.no_grad`` and ``torch.inference_mode(False)`` together are the same for 5 µs; a fetch comes by ten times.
+    """
+
+    def _recreate_cm(self) -> outliving_pass:
+        return outliving_pass()  # each call has its own memory of what was before
+
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
+        self._mode.__enter__()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *raised: Any) -> None:
+        torch._C._set_grad_enabled(self._grad)
+        self._mode.__exit__(*raised)

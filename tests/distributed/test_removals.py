@@ -1,4 +1,4 @@
-"""Every wait, every gate and every poison is needed: without any one of them, something raises or differs."""
+"""Waits, gates and poisons are needed: without one of them (a list says where not) something raises or differs."""
 
 import contextlib
 import gc

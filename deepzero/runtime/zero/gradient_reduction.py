@@ -33,6 +33,7 @@ from deepzero.layout import Bucket
 from deepzero.runtime.grad_norm import BlockNorms
 from deepzero.runtime.zero.buffer_pool import references
 from deepzero.runtime.zero.optimizer_shard import OptimizerShard, ParamGroup
+from deepzero.utils.dispatch import outliving_pass
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class UnreducedGradients:
         """Tensors counted as gradients: those that wait now, and the flat buffers."""
         return [*self._grads.values(), *self._later.values(), *(flat for flat in self.flat if flat is not None)]
 
-    @torch.no_grad()
+    @outliving_pass()
     def take(self, param: nn.Parameter, again: bool = False) -> None:
         """Take a gradient out of ``param.grad``, and add it to what waits; in the wider buffer, if there is one.
 
@@ -140,7 +141,7 @@ class UnreducedGradients:
         params = [self.groups[g].params[slot.index] for slot in bucket.slots]
         return any(param in waiting for param in params for waiting in (self._grads, self._filled, self._later))
 
-    @torch.no_grad()
+    @outliving_pass()
     def fill(self, g: int, bucket: Bucket, send_buffer: torch.Tensor, name_unused: bool = True) -> None:
         """Lay a bucket's gradients into ``send_buffer`` and free them. A parameter without gradient counts as zeros.
 
@@ -150,18 +151,23 @@ class UnreducedGradients:
         group = self.groups[g]
         for lo, hi in self._gaps[g, bucket.index]:
             send_buffer[lo:hi].zero_()  # padding is summed and measured too, and the buffer held another bucket
+        targets: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         for slot in bucket.slots:
             param = group.params[slot.index]
             target = send_buffer[slot.offset - bucket.offset : slot.end - bucket.offset]
             waiting = self.waiting_of(param)
             if waiting is not None:
-                # One copy does it all: it flattens, casts, and lets autograd's tensor be freed while the pass goes on.
-                target.copy_(waiting)
+                targets.append(target)
+                gradients.append(waiting)
                 self._forget(param)
             else:  # an unused parameter; every rank sends every bucket, whatever its own pass has reached
                 target.zero_()
                 if name_unused:
                     self._unused.append(group.names[slot.index])
+        # One call copies them all: it flattens, casts, and lets autograd's tensors be freed while the pass goes on.
+        if targets:
+            torch._foreach_copy_(targets, gradients)
 
     def _forget(self, param: nn.Parameter) -> None:
         """Let go of what :meth:`waiting_of` gave."""

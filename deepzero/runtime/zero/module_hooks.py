@@ -29,9 +29,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,8 +46,7 @@ from deepzero.utils.dispatch import hide_from_checkpointing
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class SavedWeight:
+class SavedWeight(NamedTuple):
     """A view of a gathered bucket that autograd saved, without its memory."""
 
     key: int

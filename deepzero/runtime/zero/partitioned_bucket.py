@@ -20,6 +20,7 @@ from deepzero.layout import Bucket, ParamSlot
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.guards import WriteGuard, check_on_device, write_lost
 from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
+from deepzero.utils.dispatch import outliving_pass
 
 if TYPE_CHECKING:
     from deepzero.runtime.zero.partition_parameters import ZeroParameter
@@ -119,8 +120,7 @@ class PartitionedBucket:
     # ---- NOT_AVAILABLE → INFLIGHT → AVAILABLE → NOT_AVAILABLE --------------------------------------------------------
     # What is made here outlives the pass that is under way, which may be one of inference.
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outliving_pass()
     def launch(self, kind: str, exact: bool = True) -> None:
         """NOT_AVAILABLE → INFLIGHT: take a buffer and launch the all-gather, ``kind`` in the ledger, into it.
 
@@ -137,8 +137,7 @@ class PartitionedBucket:
         self.gathered_by.launch(kind, self)
         self.status = ZeroParamStatus.INFLIGHT
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outliving_pass()
     def wait(self) -> None:
         """INFLIGHT → AVAILABLE: the values are here; the parameters are placeholders until :meth:`show`."""
         self._expect(ZeroParamStatus.INFLIGHT, "waited for")
@@ -147,8 +146,7 @@ class PartitionedBucket:
         self.writes.snapshot()
         self.status = ZeroParamStatus.AVAILABLE
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outliving_pass()
     def show(self) -> None:
         """AVAILABLE: the parameters become views of what is gathered, if they are not."""
         if not self.shown:
@@ -157,8 +155,7 @@ class PartitionedBucket:
                 param.show(self.value(param))
             self.shown = True
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outliving_pass()
     def hide(self) -> None:
         """AVAILABLE still, but the parameters become placeholders, if they are not."""
         if self.shown:
@@ -166,15 +163,13 @@ class PartitionedBucket:
                 param.hide(self._shard.dtype, self.gather.comm.device)
             self.shown = False
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outliving_pass()
     def hide_unused(self) -> None:
         """:meth:`hide`, but not what a context needs, nor a parameter that was written: :meth:`release` finds that."""
         if self.shown and not self.gather_refs and self.writes.written() is None:
             self.hide()
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outliving_pass()
     def release(self, discard: bool = False) -> bool:
         """AVAILABLE → NOT_AVAILABLE: the parameters become placeholders, the buffer goes back to the pool.
 
@@ -199,8 +194,7 @@ class PartitionedBucket:
             raise write_lost(written, "is lost")
         return unseen
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outliving_pass()
     def gather_again(self, kind: str, exact: bool) -> None:
         """AVAILABLE: gather the other values, as for :meth:`launch`, into the same memory. A collective.
 

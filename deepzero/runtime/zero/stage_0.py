@@ -29,8 +29,8 @@ class ZeroStage0(ZeroStage1And2):
     whole sums.
     """
 
-    # 3 gradient ready: the gradient is added to those of earlier micro-batches; nothing is sent before the boundary.
-    # 4 boundary: every bucket is all-reduced. 5 step: every rank steps on everything.
+    # 3 gradient ready: the gradient is added to those of earlier micro-batches; nothing is sent before the boundary,
+    # but with ``comm.world_size_invariant``. 4 boundary: every bucket is all-reduced. 5 step: all step on everything.
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -24,7 +24,7 @@ gradients is filled and sent is in ``gradient_reduction.py``, which all stages s
 [Note: the peak of building]
     Building peaks at training's memory or at the given model's, whichever is larger, and one parameter more. 13 billion
     fp32 parameters on each of 8 devices are 52 GB, and so is stage 2's training of them; flat buffer, masters and all
-    of the model at once would be 84. So parameter by parameter rank 0's values arrive, this rank keeps its *fragment*
+    of the model at once would be 84.5. So parameter by parameter rank 0's values arrive, this rank keeps its *fragment*
     of them, in the dtype that they have, and lets the rest go. When nothing but fragments is left, the masters are
     allocated, then the flat buffer; each fragment goes into both, and one all-gather for each bucket puts the
     parameters together again, in the compute dtype.

@@ -5,8 +5,8 @@ The worth of a quantised bucket is its signal-to-noise ratio, over all ranks::
     SNR = 10 log10( sum x**2 / sum (x - decoded)**2 )   in dB
 
 6 dB are one bit. For numbers of a bell curve in blocks of 2048, 8 bits give some 42 dB and 4 bits 17; a block in which
-one number is much larger than the rest has less, as the scale is that one's: 20 dB in 8 bits at the worst, when the
-rest is as large as half a step.
+one number is much larger than the rest has less, as the scale is that one's: 15 dB in 8 bits at the worst, when all the
+rest is half a step and rounded to 0 or a whole one.
 
 Every ``meter_every`` steps, the first included, weights are measured on each rank's own shard, as it would be sent, and
 gradients as they are sent. Ranks then add up their sums, in rank order, so that all come to the same decision: a bucket
