@@ -265,6 +265,9 @@ class Checkpointer:
         engine.micro_steps = engine.global_steps * engine.batch.accumulation
         engine.zero.optimizer_shard.set_applied_steps(engine.global_steps - engine.skipped_steps)
         if optimizer:
+            other = manifest.other_micro_batch(engine.batch.micro_batch)
+            if other and engine.comm.rank == 0:
+                log.warning("other bits from here on: %s", other)
             loader.restore_rng()
             if manifest.precision == engine.config.precision.dtype == "fp16":
                 engine.scaler.load_state_dict(manifest.loss_scaler)

@@ -197,6 +197,14 @@ class Manifest:
     config: dict[str, Any]
     files: dict[str, ShardInfo]
 
+    def other_micro_batch(self, micro_batch: int) -> str:
+        """What is said where a run goes on with micro-batches of this size, if gradients are rounded otherwise then."""
+        was = self.batch["micro_batch"]
+        if was == micro_batch:
+            return ""
+        count = self.batch["global_batch"] // was
+        return f"the checkpoint's steps had {count} micro-batches of {was} sequences, and this run's have {micro_batch}"
+
     def to_json(self) -> str:
         """Valid JSON, with a line for each parameter, buffer, group and file."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}

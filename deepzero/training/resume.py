@@ -21,7 +21,7 @@ from deepzero.checkpoint import checkpoint_dir
 from deepzero.checkpoint.checkpoint_dir import RUN_CHECKPOINTS, complete_beside, complete_tags, read_manifest
 from deepzero.checkpoint.errors import CheckpointError, said_complete
 from deepzero.checkpoint.manifest import Manifest
-from deepzero.config.engine import BatchSizes, EngineConfig, resolve_batch
+from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.hydra_errors import split
 from deepzero.config.strict import ConfigError
 
@@ -122,16 +122,6 @@ def keep_global_batch(config: EngineConfig, manifest: Manifest, world_size: int)
     micro = max(size for size in range(1, most + 1) if share % size == 0)
     return dataclasses.replace(
         config, train_batch_size=total, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=None
-    )
-
-
-def other_micro_batch(manifest: Manifest, batch: BatchSizes) -> str:
-    """What is said where a run goes on with micro-batches of another size, whose gradients are rounded otherwise."""
-    was, count = manifest.batch["micro_batch"], manifest.batch["global_batch"] // manifest.batch["micro_batch"]
-    if was == batch.micro_batch:
-        return ""
-    return (
-        f"the checkpoint's steps had {count} micro-batches of {was} sequences, and this run's have {batch.micro_batch}"
     )
 
 

@@ -31,7 +31,6 @@ from deepzero.training.resume import (
     find_start,
     keep_global_batch,
     manifest_of,
-    other_micro_batch,
     tag_of,
     way_out,
 )
@@ -126,7 +125,7 @@ def at_its_start(run: RunConfig, run_dir: Path, world_size: int) -> RunConfig:
         manifest = manifest_of(path, run.train.steps)
         engine = keep_global_batch(run.engine, manifest, world_size)
         if engine.comm.world_size_invariant and (
-            other := other_micro_batch(manifest, resolve_batch(engine, world_size))
+            other := manifest.other_micro_batch(resolve_batch(engine, world_size).micro_batch)
         ):
             raise ConfigError(f"comm.world_size_invariant=true, but {other}; start a number of ranks that divides them")
         return dataclasses.replace(run, engine=engine)
@@ -161,10 +160,6 @@ def load_start(
             sampler.go_on(engine.global_steps, engine.global_samples)
             if (now := data_of(run, sampler)) != saved and engine.global_rank == 0:
                 _tell(f"the checkpoint was trained on {saved}, this run goes on with {now}")
-            if (
-                other := other_micro_batch(manifest_of(path, run.train.steps), engine.batch)
-            ) and engine.global_rank == 0:
-                _tell(f"other bits from here on: {other}")
         elif run.train.init_from is not None:
             engine.load_checkpoint(run.train.init_from, load_module_only=True)
     except CheckpointError as error:  # the message says it all, and another attempt would read the same files

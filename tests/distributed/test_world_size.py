@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import deepzero
+from deepzero.checkpoint import checkpointer
 from deepzero.config.strict import ConfigError
 from deepzero.utils import safe_get_full_grad
 from tests.distributed.pool import on_ranks
@@ -121,6 +123,23 @@ def test_other_ranks_and_another_stage_after_each_restart(ranks, tmp_path, preci
     said, sha = ranks.run(on_from, tmp_path / "whole", 0, 4, 2, precision, world_size=2)[0]
     assert "[" + ", ".join(text.strip("[]") for text, _ in parts) + "]" == said
     assert parts[-1][1] == sha
+
+
+@on_ranks(1)
+def test_a_program_is_told_of_micro_batches_of_another_size(rank, world, tmp_path):
+    for micro, said in ((1, 0), (2, 1)):
+        sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": 6 // micro}
+        engine, *_ = deepzero.initialize(model=Dropping(), config=settings(2, "bf16", world) | sizes)
+        if micro == 1:
+            engine.save_checkpoint(tmp_path)
+        with mock.patch.object(checkpointer.log, "warning") as warned:
+            engine.load_checkpoint(tmp_path)
+        assert warned.call_count == said
+        engine.destroy()
+    (text, cut), _ = warned.call_args
+    assert text % cut == (
+        "other bits from here on: the checkpoint's steps had 6 micro-batches of 1 sequences, and this run's have 2"
+    )
 
 
 def gathers(engine):
