@@ -41,7 +41,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/training": (1015, 380),
     "deepzero/compat": (3340, 1200),
     "deepzero": (36_950, 23_500),
-    "tools": (5990, 2700),
+    "tools": (5999, 2700),
     "tools/book": (1153, 1000),
     "examples": (766, 700),
     "tests": (30_700, 17_000),

@@ -5,10 +5,11 @@ that the ranks send each other, has a token bucket (``tc … tbf``). Each conten
 round, and trains a block of steps at each speed in turn, so that a slow minute of the machine meets all speeds; the
 order of contenders is another one in each round. ``0`` is no bucket: memory speed.
 
-All ranks share the device, so one rank's link has a W-th of the speed that is printed. *Hidden* is the share of the
-time with something under way in which the program did not stand still, as deepzero counts it in every step. *Predicted*
-is what ``tools.simulate`` says for these links, everything else as it was probed here (overlap is believed in there,
-and a CPU's ranks compute and send on the same cores). Where namespaces or ``tc`` are not allowed it says so, and stops.
+All ranks share the device, so one rank's link has a W-th of the speed that is printed. *x floor* is the step over its
+stage's parts at that speed, each alone (``floor.py``). *Hidden* is the share of the time with something under way in
+which the program did not stand still, as deepzero counts it in every step. *Predicted* is what ``tools.simulate`` says
+for these links, everything else as it was probed here (overlap is believed in there, and a CPU's ranks compute and send
+on the same cores). Where namespaces or ``tc`` are not allowed it says so, and stops.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from deepzero.planning.dry_run import ClusterShape, TrainStep, dry_run
 from deepzero.planning.simulate import simulate
 from deepzero.utils.closed_pipe import exit_with
 from tools.bench import report
+from tools.bench.contenders import FLOOR
 from tools.bench.engines import settings_of
-from tools.bench.launch import Plan, end_on_signals, run_variant
+from tools.bench.launch import Outcome, Plan, end_on_signals, run_variant
 from tools.bench.timing import parser_of
 from tools.bench.workload import TINY, Workload, build_model
 from tools.bench.zero import SIZES, Entry, select_entries, taking_part
@@ -44,7 +46,7 @@ from tools.bench.zero import SIZES, Entry, select_entries, taking_part
 INSIDE = "DEEPZERO_BENCH_LINKS"
 CONTENDERS = (
     "deepzero0:overlap,deepzero1:overlap,deepzero1:gather,deepzero2:overlap,deepzero2:gather,deepzero3:overlap,"
-    "ddp:bf16,zro:bf16,fsdp2:bf16,deepspeed2:torch-adam"
+    "ddp:bf16,zro:bf16,fsdp2:bf16,deepspeed2:torch-adam,floor"
 )
 
 
@@ -80,20 +82,21 @@ def predict(work: Workload, zero: dict[str, Any], cluster: Cluster, gbit: float)
 
 def measure(
     entries: list[Entry], plan: Plan, rounds: int, speeds: Sequence[float]
-) -> tuple[dict[tuple[str, float], list[float]], dict[tuple[str, float], list[float]]]:
-    """Seconds of all steps, and hidden shares of each block's last step, by contender and speed."""
-    seconds, hidden, shuffle = defaultdict(list), defaultdict(list), random.Random(0)
+) -> dict[tuple[str, float], list[Outcome]]:
+    """What the rounds found, by contender and speed: of ``hidden`` each block's last step."""
+    found, shuffle = defaultdict(list), random.Random(0)
     for number in range(1, rounds + 1):
         shuffle.shuffle(entries)
         for contender, variant in entries:
             outcome = run_variant(contender, variant, plan, f"round{number}")
             print(f"round {number}/{rounds}  {contender.name} {variant.name}: {outcome}", flush=True)
-            name, steps = f"{contender.name} {variant.name}", outcome.seconds.get("step", [])
-            for place, speed in enumerate(speeds):
-                seconds[name, speed] += steps[place * plan.steps : (place + 1) * plan.steps]
+            for place, speed in enumerate(speeds if outcome.error is None else ()):
+                block = slice(place * plan.steps, (place + 1) * plan.steps)
+                seconds = {part: times[block] for part, times in outcome.seconds.items()}
                 # The warm-up is the first block of all.
-                hidden[name, speed] += outcome.facts.get("hidden", [])[place + 1 : place + 2]
-    return seconds, hidden
+                facts = {"hidden": outcome.facts.get("hidden", [])[place + 1 : place + 2]}
+                found[f"{contender.name} {variant.name}", speed].append(replace(outcome, seconds=seconds, facts=facts))
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,24 +138,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     entries, commands = taking_part(entries, work.ranks), tuple(map(bucket, options.speeds))
     with tempfile.TemporaryDirectory(prefix="deepzero-bench-") as folder:
         plan = Plan(work, 2, len(commands), options.steps, True, options.timeout, Path(folder), commands=commands)
-        seconds, hidden = measure(entries, plan, options.rounds, options.speeds)
+        found = measure(entries, plan, options.rounds, options.speeds)
     cluster = read_cluster(os.environ[INSIDE])
+    floors = {speed: report.floor_of(found["floor pieces", speed]) for speed in options.speeds}
     rows = []
     for contender, variant in sorted(entries, key=lambda entry: (entry[0].name, entry[1].name)):
         name, zero = f"{contender.name} {variant.name}", variant.options.get("zero")
-        for speed in options.speeds if seconds[name, options.speeds[0]] else ():
-            row = [name, f"{speed:g} Gb/s" if speed else "memory", f"{median(seconds[name, speed]):.3f}"]
-            row += [f"{min(seconds[name, speed]):.3f}"]
-            row += [f"{median(hidden[name, speed]):.0%}" if hidden[name, speed] else "-"]
-            ours = contender.builder == "engines:build"
-            rows.append([*row, f"{predict(work, zero, cluster, speed):.3f}" if ours and zero else "-"])
-    text = report.table(["contender", "links", "median s", "best s", "hidden", "predicted s"], rows)
+        for speed in options.speeds:
+            at = f"{speed:g} Gb/s" if speed else "memory"
+            if contender is FLOOR and (floor := floors[speed]):
+                sums = {stage: [f"{floor.seconds(stage, best):.3f}" for best in (False, True)] for stage in (1, 3)}
+                rows += [[f"floor of stage {stage}", at, *sums[stage], "1.00", "-", "-"] for stage in sums]
+            row = report.summarize(contender, variant, found[name, speed])
+            if row is not None:
+                hidden = [share for outcome in row.rounds for share in outcome.facts["hidden"]]
+                ours = contender.builder == "engines:build" and zero
+                rows.append([
+                    name, at, f"{row.seconds:.3f}", f"{min(row.samples):.3f}", report.over_floor(row, floors[speed]),
+                    f"{median(hidden):.0%}" if hidden else "-",
+                    f"{predict(work, zero, cluster, speed):.3f}" if ours else "-",
+                ])  # fmt: skip
+    text = report.table(["contender", "links", "median s", "best s", "x floor", "hidden", "predicted s"], rows)
     print(f"\n{text}")
     if options.page is not None:
         link = f"{work.parameters:,} parameters, {work.ranks} ranks, {options.rounds} rounds of {options.steps} steps"
         page = report.page_text([*facts, link], [("Steps by the speed of links", text)], report.command_line("links"))
         options.page.write_text(page, encoding="utf-8")
-    return 1 if any(not seconds[f"{c.name} {v.name}", options.speeds[0]] for c, v in entries) else 0
+    return 1 if any(not found[f"{c.name} {v.name}", options.speeds[0]] for c, v in entries) else 0
 
 
 if __name__ == "__main__":

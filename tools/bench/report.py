@@ -129,6 +129,12 @@ def floor_of(outcomes: Iterable[Outcome]) -> Floor | None:
     return Floor({p: median(s) for p, s in pooled.items()}, {p: min(s) for p, s in pooled.items()})
 
 
+def over_floor(row: Measured, floor: Floor | None) -> str:
+    """A step over the floor of its stage; peers without a stage number beside the one that does their communication."""
+    stage = 0 if row.contender.name in ("ddp", "deepzero0") else row.contender.stage or 1
+    return f"{row.seconds / floor.seconds(stage):.2f}" if floor else "-"
+
+
 def fastest(rows: Iterable[Measured], name: str) -> Measured | None:
     """The variant of contender ``name`` with the lowest median, if any was measured."""
     return min((row for row in rows if row.contender.name == name), key=lambda row: row.seconds, default=None)
@@ -208,12 +214,6 @@ def columns(items: Iterable[Any], **cells: Callable[[Any], str]) -> str:
 def step_table(rows: Sequence[Measured], floor: Floor | None, work: Workload) -> str:
     """Step time and memory of every variant; a star marks the variant that counts in the speed bars."""
     stars = {id(fastest(rows, row.contender.name)) for row in rows}
-
-    def over_floor(row: Measured) -> str:
-        # Peers without a stage number stand beside the floor that does their communication: all-reduce, or scattered.
-        stage = 0 if row.contender.name in ("ddp", "deepzero0") else row.contender.stage or 1
-        return f"{row.seconds / floor.seconds(stage):.2f}" if floor else "-"
-
     return columns(rows, **{
         "contender": lambda row: row.contender.title + (" *" if id(row) in stars else ""),
         "variant": lambda row: row.variant.name,
@@ -223,7 +223,7 @@ def step_table(rows: Sequence[Measured], floor: Floor | None, work: Workload) ->
         "steps": lambda row: str(len(row.samples)),
         "tokens/s": lambda row: f"{work.tokens_per_step / row.seconds:.0f}",
         "MFU": lambda row: _mfu(work, row.seconds),
-        "x floor": over_floor,
+        "x floor": lambda row: over_floor(row, floor),
         "peak MiB": lambda row: f"{row.peak_bytes / MIB:.0f}",
         "of the model": lambda row: "-" if row.model_bytes is None else f"{row.model_bytes / MIB:.0f}",
         "at build": lambda row: f"{row.middle(lambda o: o.build_peak_bytes) / MIB:.0f}",
