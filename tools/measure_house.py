@@ -38,7 +38,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/profiling": (1235, 800),
     "deepzero/models": (545, 540),
     "deepzero/data": (527, 400),
-    "deepzero/training": (1015, 380),
+    "deepzero/training": (1024, 380),
     "deepzero/compat": (3340, 1200),
     "deepzero": (36_950, 23_500),
     "tools": (5999, 2700),

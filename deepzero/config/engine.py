@@ -72,7 +72,7 @@ class CommConfig(Section):
 
     reduce: Literal["exact", "native"] | None = None
     """exact: all-to-all, then an fp32 sum in rank order (same bits for any bucketing). native: the backend's own
-    reduce-scatter. None: exact on gloo, native on NCCL."""
+    reduce-scatter. None: exact on gloo and with qgZ, native on NCCL."""
     world_size_invariant: bool = False
     """Refuse what would let bits depend on the number of ranks; and let stages 0 and 1 reduce every micro-batch, in the
     order of the global batch, as stages 2 and 3 do: their gradients then travel once for each."""
@@ -132,7 +132,8 @@ class SchedulerConfig:
     """Which learning-rate schedule, with which arguments. See ``runtime/lr_schedules.py``."""
 
     type: str = "constant"
-    """constant, warmup_cosine, warmup_stable_decay, WarmupLR, WarmupDecayLR, WarmupCosineLR or OneCycle."""
+    """constant, warmup_cosine, warmup_stable_decay, WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or
+    LRRangeTest."""
     params: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that schedule."""
 

@@ -121,6 +121,9 @@ class TrainConfig(Section):
     """Global batches per validation."""
     fallback_batch_size: int = 24
     """``train_batch_size`` of a run that gives neither it nor the micro-batch. Divides by 1, 2, 3, 4, 6, 8 ranks."""
+    compile: bool = False
+    """Compile the model's blocks by torch.compile: the first step is longer, the others are shorter. A CPU takes a C++
+    compiler."""
     log_every: int = 1
     """Steps between two lines on a plain terminal; ``metrics.jsonl`` gets every step."""
     timeline_step: int = 3

@@ -159,8 +159,8 @@ class ZeroConfig(Section):
     zero_quantized_nontrainable_weights: bool = False
     """qwZ for frozen parameters alone."""
     zero_hpz_partition_size: int = 1
-    """hpZ, stage 3: so many consecutive ranks, a node's, keep the parameters once more among them; the backward pass
-    gathers there. 1: off."""
+    """hpZ, stage 3: so many consecutive ranks, a node's, keep the parameters once more among them; all gathers but a
+    step's first stay there. 1: off."""
     zero_quantized_gradients: bool = False
     """qgZ: gradients are reduced in ``quantization.gradient_bits`` bits, inside nodes first. Stages 1, 2 and 3."""
     mics_shard_size: int = -1

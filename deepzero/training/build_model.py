@@ -19,12 +19,19 @@ from deepzero.runtime.consistency import check_precision
 from deepzero.runtime.invariance import dependences_of_settings, refuse_dependence
 from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
+from deepzero.utils.compile import why_not_compiled
 from deepzero.zero import set_z3_leaf_modules
 
 
-def build_model(run: RunConfig) -> GPT | HFModel:
-    """Our own model, or Hugging Face's; blocks that choose experts by the data are leaves for stage 3."""
+def build_model(run: RunConfig, compiled: bool = True) -> GPT | HFModel:
+    """Our own model, or Hugging Face's; blocks that choose experts by the data are leaves for stage 3.
+
+    With ``train.compile`` each block is compiled, which stage 3 fetches as one; a rehearsal takes it as it is.
+    """
     model = HFModel(run.model) if run.model.library == "hf" else GPT(run.model)
+    if run.train.compile and compiled and isinstance(model, GPT):
+        for block in model.blocks:
+            block.compile()
     if run.engine.zero.stage == 3 and (blocks := model.expert_blocks()):
         set_z3_leaf_modules(model, blocks)
     return model
@@ -45,7 +52,7 @@ def program_of(run: RunConfig, world_size: int) -> TrainStep:
         ids = torch.zeros(shape, dtype=torch.long, device="meta")
         return ids, ids
 
-    return TrainStep(lambda: build_model(run), batch, run.engine)
+    return TrainStep(lambda: build_model(run, compiled=False), batch, run.engine)
 
 
 def threads_of_rank(run: RunConfig, device: str) -> int | None:
@@ -68,6 +75,10 @@ def preflight(run: RunConfig, world_size: int, device: str) -> None:
     check_precision(run.engine.precision.dtype, torch.device(device))
     check_profiler(run.profiler, run.train.steps, world_size)
     check_library(run.model)
+    if run.train.compile:
+        hf = "blocks are compiled with library=own" if run.model.library == "hf" else ""
+        if problem := hf or why_not_compiled(device):
+            raise ConfigError(f"train.compile=true: {problem}; leave it out")
     if run.engine.optimizer is None or run.engine.scheduler is None:
         raise ConfigError("train.py needs an optimizer and a scheduler: choose them with optimizer=… and scheduler=…")
     optimizer = build_optimizer(run.engine.optimizer, [torch.nn.Parameter(torch.zeros(1))])

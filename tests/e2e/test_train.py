@@ -2,9 +2,11 @@
 
 import math
 import re
+import sys
 
 import pytest
 
+from deepzero.utils.compile import why_not_compiled
 from deepzero.utils.formatting import short_bytes
 from tests.e2e import runs
 from tests.e2e.readers import as_fp32, compare, exactly, tensorboard_rows, wandb_rows
@@ -150,3 +152,24 @@ def test_the_traces_of_a_run_are_summed_up(watched, capsys):
     steps, _ = runs.entries(run_dir)
     for step in steps:
         assert 0 < step["comm/exposed_seconds"] <= step["comm/in_flight_seconds"] < step["step_seconds"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled() or "a compiler is there")
+def test_compiled_blocks(tiny, tmp_path):
+    """Validation, sampling and checkpointing of activations among it; the numbers but for rounding."""
+    losses = []
+    for switch in ("false", "true"):
+        words = ["zero.stage=3", "train.steps=3", "train.sample_tokens=2", "model.n_layer=1"]
+        words += [f"train.compile={switch}", f"hydra.run.dir=is_{switch}"]
+        # The compiler's own warnings are not ours.
+        done = runs.finished([sys.executable, runs.TRAIN, *tiny, *words], tmp_path, runs.TIMEOUT_SECONDS)
+        assert done.status == 0, done.err
+        steps, validations = runs.entries(tmp_path / f"is_{switch}")
+        losses.append([entry["loss"] for entry in steps] + [entry["val_loss"] for entry in validations])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0] != losses[1]
+
+
+def test_blocks_that_cannot_be_compiled(tiny, tmp_path):
+    done = runs.refused(*tiny, "train.compile=true", cwd=tmp_path, CXX="no_such_compiler")
+    assert done.status == 2 and "train.compile=true: no C++ compiler (no_such_compiler is not there" in done.err
