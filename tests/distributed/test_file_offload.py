@@ -4,6 +4,8 @@ import contextlib
 import errno
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +19,7 @@ from tests.distributed import test_offload as in_memory
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import built, check_same_bits, go, make_model, my_micro_batches
 
+ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
 STEPS = 4
 PIPELINED = {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
 
@@ -284,3 +287,46 @@ def mapped_bytes():
         elif ours and words[0] == "Rss:":
             found += int(words[1]) * 1024
     return found
+
+
+LIMITED = r"""
+import re, resource, sys
+from pathlib import Path
+import torch
+import deepzero
+from deepzero.comm import process_group
+
+device, folder, budget = sys.argv[1], sys.argv[2], int(sys.argv[3])
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(24))).to(torch.bfloat16)
+files = {"nvme_path": folder, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+zero = {"stage": 2, "offload_optimizer": {"device": device, "threads": 1, **files}}
+settings = {
+    "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero,
+    "optimizer": {"type": "CPUAdam", "params": {"lr": 1e-3, "kernel": "chunked"}},
+}
+deepzero.init_distributed()
+data = 1024 * int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+resource.setrlimit(resource.RLIMIT_DATA, (data + budget, data + budget))
+engine = deepzero.initialize(model=model, config=settings)[0]
+for step in range(3):
+    engine.backward(engine(torch.ones(1, 1024, dtype=torch.bfloat16)).float().square().mean())
+    engine.step()
+print("trained", engine.params_sha256())
+engine.destroy()
+process_group.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_states_that_exceed_the_memory_limit(tmp_path):
+    """25 million parameters, 403 MB of states, and 300 MB for everything that this process may still take."""
+    done = {}
+    for device, budget in (("cpu", 300 << 20), ("nvme", 300 << 20), ("cpu", 4 << 30)):
+        command = [sys.executable, "-c", LIMITED, device, str(tmp_path), str(budget)]
+        ended = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=100, check=False)
+        done[device, budget >> 30] = ended.returncode, ended.stdout.strip(), ended.stderr
+    assert done["nvme", 0][0] == 0, done["nvme", 0]
+    assert done["nvme", 0][1].startswith("trained") and done["nvme", 0][1] == done["cpu", 4][1]
+    assert done["cpu", 0][0] != 0 and "the system refuses" in done["cpu", 0][2]
+    assert list(tmp_path.iterdir()) == []
