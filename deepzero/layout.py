@@ -202,7 +202,9 @@ def bucket_limit(numel: int, reduce_bucket_size: int, allgather_bucket_size: int
     return min(reduce_bucket_size, allgather_bucket_size, max(-(-numel // TARGET_BUCKETS), MIN_BUCKET_NUMEL))
 
 
-def plan_layout(numels: Sequence[int], world_size: int, bucket_limit: int, align: int = ALIGN) -> FlatLayout:
+def plan_layout(
+    numels: Sequence[int], world_size: int, bucket_limit: int, align: int = ALIGN, shard_align: int | None = None
+) -> FlatLayout:
     """Lay parameters end to end and cut them into buckets. See [Note: the tensors of ZeRO].
 
     A parameter is never cut: one that is larger than ``bucket_limit`` is a bucket by itself.
@@ -212,7 +214,8 @@ def plan_layout(numels: Sequence[int], world_size: int, bucket_limit: int, align
             ``numels[i]``.
         world_size: W.
         bucket_limit: a bucket is closed before it would exceed this many elements, without the padding at its end.
-        align: elements to which parameter starts and parts are aligned.
+        align: elements to which parameter starts are aligned.
+        shard_align: elements to which a rank's part of a bucket is padded, a multiple of ``align``; None: that.
 
     Raises:
         ValueError: ``world_size`` or ``bucket_limit`` below 1, or a negative number of elements.
@@ -238,7 +241,8 @@ def plan_layout(numels: Sequence[int], world_size: int, bucket_limit: int, align
         nonlocal start, cursor, pending
         # At least one aligned block for each rank, also for parameters without elements: no rank's shard is empty, so
         # every rank takes part in every collective.
-        extent = max(round_up(cursor - start, world_size * align), world_size * align)
+        least = world_size * (shard_align or align)
+        extent = max(round_up(cursor - start, least), least)
         # start is a sum of extents, each a multiple of W; so start // W is the sum of the shards before this one.
         buckets.append(Bucket(len(buckets), start, extent, start // world_size, tuple(pending), world_size))
         start = cursor = start + extent

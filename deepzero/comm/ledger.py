@@ -26,6 +26,7 @@ SECONDARY = "secondary"  # what hpZ and MiCS keep of the parameters for a rank's
 SPARE = "spare buffers"  # kept for the next gather: part of the most that "gathered" has held, but not of what it holds
 MEMORY_CATEGORIES = ("parameters", "gathered", "gradients", "masters", "moments", "buckets", "padding")
 HOST_CATEGORIES = ("host_parameters", "host_gradients", "host_masters", "host_moments", "host_buffers")
+FILE_CATEGORIES = ("file_parameters", "file_gradients", "file_masters", "file_moments")
 UNPREDICTED = (SNAPSHOT, "host_states", "host_activations")
 """Memory that a run may or may not use: measured, and reported where there is some."""
 UNPREDICTED_TRAFFIC = ("offload.activations_to_host", "offload.activations_to_device")
@@ -242,7 +243,8 @@ class Ledger:
 
         In bytes, and in calls, elements, padding elements and bytes of the last optimizer step.
         """
-        categories = [*MEMORY_CATEGORIES, *(name for name in (SECONDARY, *HOST_CATEGORIES) if name in self._watched)]
+        also = (SECONDARY, *HOST_CATEGORIES, *FILE_CATEGORIES)
+        categories = [*MEMORY_CATEGORIES, *(name for name in also if name in self._watched)]
         forms, empty = self.predicted_traffic, Traffic()
         return {
             "memory": {
@@ -257,6 +259,17 @@ class Ledger:
                 for kind in sorted({*forms, *self.last_step})
             },
         }
+
+
+def side_of(category: str) -> str:
+    """Where memory of a category is: ``device``, ``host``, or ``file``, which is no memory.
+
+    Example:
+        >>> side_of("masters"), side_of("host_masters"), side_of("file_masters")
+        ('device', 'host', 'file')
+    """
+    side = category.partition("_")[0]
+    return side if side in ("host", "file") else "device"
 
 
 def off_forms(report: Mapping[str, Any]) -> list[str]:

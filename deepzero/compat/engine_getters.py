@@ -41,7 +41,8 @@ ANSWERS: dict[str, Callable[[Any], Any]] = {
     "zero_optimization_partition_gradients": lambda config: config.zero.stage >= 2,
     "zero_optimization_partition_weights": lambda config: config.zero.stage == 3,
     "zero_cpu_offload": lambda config: config.zero.offload_optimizer.device == "cpu",
-    "zero_use_cpu_optimizer": lambda config: config.zero.offload_optimizer.device == "cpu",
+    "zero_nvme_offload_optimizer": lambda config: config.zero.offload_optimizer.device == "nvme",
+    "zero_use_cpu_optimizer": lambda config: config.zero.offload_optimizer.device != "none",
     "zero_offload_optimizer": lambda config: _used(config.zero.offload_optimizer),
     "zero_offload_param": lambda config: _used(config.zero.offload_param),
     "fp16_enabled": lambda config: config.precision.dtype == "fp16",
@@ -71,7 +72,7 @@ ALWAYS: list[tuple[Any, str]] = [
            "zero_gather_16bit_weights_on_model_save zero_allow_untested_optimizer zero_multi_rank_bucket_allreduce"),
     (False, "wall_clock_breakdown memory_breakdown dump_state flops_profiler_enabled autotuning_enabled "
             "data_efficiency_enabled data_sampling_enabled curriculum_learning_enabled random_ltd_enabled "
-            "use_node_local_storage zero_elastic_checkpoint zero_legacy_stage1 zero_nvme_offload_optimizer "
+            "use_node_local_storage zero_elastic_checkpoint zero_legacy_stage1 "
             "zero_round_robin_gradients zero_force_ds_cpu_optimizer zero_allgather_sequential super_offload "
             "is_sanity_checks_enabled is_deepcompile_enabled is_deepcompile_active fp16_master_weights_and_gradients "
             "bf16_master_weights_and_gradients bf16_optimizer_states sparse_gradients_enabled"),

@@ -222,7 +222,7 @@ _INIT_REFUSED = {
     "zero_param_parallel_group": "hpZ's groups are made by initialize, from zero_hpz_partition_size",
     "zero_quantized_weights": "initialize reads the key of this name; construction is exact",
     "zero_quantized_nontrainable_weights": "initialize reads the key of this name; construction is exact",
-    "param_swapper": "deepzero has no offload to NVMe",
+    "param_swapper": "initialize makes the files of offload_param",
     "tensor_overrides": "without dtype= a constructor's dtypes stay, and its devices always do",
 }
 
@@ -233,7 +233,7 @@ class DeepSpeedInit(Init):
     Args:
         data_parallel_group, or sequence_data_parallel_group: a group of all ranks, the only ones that there are.
         mem_efficient_linear: either will do: no linear layer saves a view of its weight here.
-        remote_device: None: ``"cpu"`` where the config has ``offload_param`` there.
+        remote_device: None: ``"cpu"`` where the config has ``offload_param``.
         config_dict_or_path: of it ``zero_optimization`` alone is read; ``"auto"`` elsewhere does no harm.
         config: the older name of that; one of the two.
         others: ``mpu``, one without model parallelism; the rest raises unless it says nothing.
@@ -270,7 +270,8 @@ class DeepSpeedInit(Init):
             raise ConfigError(f"zero.Init: {problems[0]}")
         settings = config if config is not None else config_dict_or_path
         if enabled and settings is not None:
-            remote_device = remote_device or load_zero_config(settings).offload_param.device
+            device = load_zero_config(settings).offload_param.device
+            remote_device = remote_device or ("cpu" if device == "nvme" else device)
         super().__init__(module, remote_device, pin_memory, settings, enabled, dtype)
 
     def __exit__(self, kind: Any, *error: object) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from deepzero.config import deepspeed_keys as keys
 from deepzero.config.engine import (
@@ -379,9 +379,11 @@ def _offload_block(block: Any, kind: type, where: str) -> dict[str, Any]:
     """One of the two blocks; what concerns NVMe alone has nothing to say where the device is the CPU, or none."""
     if not isinstance(block, Mapping):
         raise ConfigError(f"{where}={block!r} must be an object with settings")
-    kept = {key: value for key, value in _settled(_chosen(block), f"{where}.").items() if key not in keys.NVME_ALONE}
-    if kept.get("device") == "nvme":
-        raise ConfigError(f'{where}.device="nvme" is not implemented; "cpu" is: host memory')
+    given, hints = _settled(_chosen(block), f"{where}."), get_type_hints(kind)
+    moot = keys.NVME_MOOT if given.get("device") == "nvme" else keys.NVME_ALONE
+    kept = {key: value for key, value in given.items() if key not in moot}
+    for key in hints.keys() & (given.keys() - kept.keys()):
+        convert(hints[key], given[key], f"{where}.{key}")
     _only(kept, _names(kind), where)
     on = kept.get("device", "none") != "none"
     # What is switched off is checked too, so that switching it on later brings no surprise.

@@ -86,14 +86,16 @@ NVME_ALONE = (
     "buffer_count", "buffer_size", "fast_init", "nvme_path", "pipeline", "pipeline_read", "pipeline_write",
 )  # fmt: skip
 """Keys of the offload blocks that DeepSpeed reads for NVMe alone: beside ``"device": "cpu"`` they say nothing."""
+NVME_MOOT = ("fast_init", "pipeline")
+"""Those that say nothing beside ``"device": "nvme"`` either: a new file is zero, ``pipeline`` follows from others."""
 
 MOOT: dict[str, tuple[type, str]] = {
-    "aio": (dict, "NVMe"),
+    "aio": (dict, "libaio"),
     "pipeline": (dict, "a PipelineModule"),
     "seq_parallel_communication_data_type": (str, "sequence parallelism"),
     "use_data_before_expert_parallelism": (bool, "parallel experts"),
     "vocabulary_size": (int, "a warning of DeepSpeed's"),
-    "zero_optimization.save_muon_momentum_buffer_in_memory": (bool, "NVMe"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": (bool, "Muon beside NVMe"),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": (float, "super_offload"),
 }
 """Keys that concern something alone which deepzero has not, so that they say nothing: the kind of value, and what."""

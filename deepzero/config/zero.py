@@ -16,14 +16,27 @@ MOST = 1 << 20
 """Elements that share a scale."""
 
 
+_OF_FILES = ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write")
+
+
 @dataclass(frozen=True)
 class OffloadOptimizerConfig(Section):
-    """``zero_optimization.offload_optimizer``: masters, moments and reduced gradients in host memory."""
+    """``zero_optimization.offload_optimizer``: masters, moments and reduced gradients in host memory, or in files."""
 
     where = "zero.offload_optimizer"
 
-    device: Literal["none", "cpu"] = "none"
-    """cpu: the CPU keeps the optimizer's states and steps on them. Stages 1, 2 and 3."""
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """cpu: the CPU keeps the optimizer's states and steps on them. nvme: they lie in a file of each rank's, and come
+    into host memory bucket by bucket. Stages 1, 2 and 3."""
+    nvme_path: str | None = None
+    """The folder of the files, on a disk of each host. Nothing stays there."""
+    buffer_count: int = 4
+    """nvme: buffers in host memory, each for one state of a bucket. Four, master, two moments and gradient, are one
+    bucket in memory at a time; eight are two, twelve three."""
+    pipeline_read: bool = False
+    """nvme: read the next bucket while the CPU steps on one. Needs 8 buffers."""
+    pipeline_write: bool = False
+    """nvme: write a bucket while the CPU steps on the next one. Needs 8 buffers; with ``pipeline_read`` 12."""
     pin_memory: bool = True
     """Lock the pages, without which no copy runs in the background. DeepSpeed's default is false, as its allocator
     rounds up to powers of two; the arena is exact."""
@@ -42,21 +55,34 @@ class OffloadOptimizerConfig(Section):
         self.need(self.delay_after_steps >= 0, "delay_after_steps", "is negative")
         self.least(1, "threads")
         # What would say nothing is refused; pin_memory alone is harmless.
-        needs = dict.fromkeys(("ratio", "threads", "delayed_update"), ("device=cpu", self.device == "cpu"))
+        needs = dict.fromkeys(("ratio", "threads"), ("device=cpu or nvme", self.device != "none"))
+        needs |= dict.fromkeys(_OF_FILES, ("device=nvme", self.device == "nvme"))
+        needs["delayed_update"] = ("device=cpu", self.device == "cpu")
         needs["delay_after_steps"] = ("delayed_update=true", self.delayed_update)
         for name, (what, given) in needs.items():
             plain = getattr(self, name) == getattr(OffloadOptimizerConfig, name)
             self.need(given or plain, name, f"needs {self.where}.{what}")
+        self.need(self.device != "nvme" or bool(self.nvme_path), "nvme_path", "device=nvme needs the files' folder")
+        least = 4 * (1 + self.pipeline_read + self.pipeline_write)
+        rule = f"must be at least {least}: 4 for each bucket that is in memory at a time"
+        self.need(self.buffer_count >= least, "buffer_count", rule)
 
 
 @dataclass(frozen=True)
 class OffloadParamConfig(Section):
-    """``zero_optimization.offload_param``: stage 3's partitioned parameters in host memory."""
+    """``zero_optimization.offload_param``: stage 3's partitioned parameters in host memory, or in files."""
 
     where = "zero.offload_param"
 
-    device: Literal["none", "cpu"] = "none"
-    """cpu: a rank's part of the parameters waits in host memory, and is fetched along the trace. Stage 3 alone."""
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """cpu: a rank's part of the parameters waits in host memory, and is fetched along the trace. nvme: it waits in a
+    file, and is read ahead of that. Stage 3 alone."""
+    nvme_path: str | None = None
+    """The folder of the files, on a disk of each host. Nothing stays there."""
+    buffer_count: int = 5
+    """nvme: so many buckets' parts are in host memory at a time, read and not yet fetched."""
+    buffer_size: int = 100_000_000
+    """nvme: at most so many elements of a bucket's part; one that is larger is refused."""
     pin_memory: bool = True
     """As for ``offload_optimizer``; one arena holds both, and is locked when either asks for it."""
     max_in_cpu: int | None = None
@@ -65,7 +91,13 @@ class OffloadParamConfig(Section):
 
     def __post_init__(self) -> None:
         self.least(0, "max_in_cpu")
-        self.need(self.max_in_cpu is None or self.device == "cpu", "max_in_cpu", f"needs {self.where}.device=cpu")
+        self.least(1, "buffer_count", "buffer_size")
+        rule = f"needs {self.where}.device=cpu; beside nvme all parameters are in files, and buffer_count says how many"
+        self.need(self.max_in_cpu is None or self.device == "cpu", "max_in_cpu", f"{rule} are in memory")
+        for name in ("nvme_path", "buffer_count", "buffer_size"):
+            plain = getattr(self, name) == getattr(OffloadParamConfig, name)
+            self.need(plain or self.device == "nvme", name, f"needs {self.where}.device=nvme")
+        self.need(self.device != "nvme" or bool(self.nvme_path), "nvme_path", "device=nvme needs the files' folder")
 
 
 @dataclass(frozen=True)
@@ -196,7 +228,7 @@ class ZeroConfig(Section):
         self.need(mics == -1 or mics >= 1, "mics_shard_size", "must be at least 1 rank, or -1 for off")
         rule = f"does not go with zero.zero_hpz_partition_size={size}, as with MiCS no gather leaves the group anyway"
         self.need(mics == -1 or size == 1, "mics_shard_size", rule)
-        on_host = self.offload_param.device == "cpu" or self.offload_optimizer.delayed_update
+        on_host = self.offload_param.device != "none" or self.offload_optimizer.delayed_update
         rule = "every step sends the new parameters to the other groups from the device"
         rule = f"does not go with zero.offload_param or zero.offload_optimizer.delayed_update: {rule}"
         self.need(mics == -1 or not on_host, "mics_shard_size", rule)
@@ -217,6 +249,11 @@ class ZeroConfig(Section):
             used, what = needs.get(name, (weights or gradients, "quantised weights or gradients"))
             quantization.need(used or getattr(quantization, name) == getattr(plain, name), name, f"needs {what}")
 
+    @property
+    def shard_align(self) -> int:
+        """Elements, of which a rank's part of a bucket is a multiple: in files whole blocks of a disk."""
+        return 2048 if "nvme" in (self.offload_optimizer.device, self.offload_param.device) else ALIGN
+
     def _check_offload(self) -> None:
         optimizer, param, stage = self.offload_optimizer, self.offload_param, self.stage
         rule = f"offloading is for partitioned states (stages 1, 2, 3), and zero.stage={stage}"
@@ -226,8 +263,8 @@ class ZeroConfig(Section):
         if param.device == "none":
             return
         param.need(stage == 3, "device", f"parameters are partitioned in stage 3 alone, and zero.stage={stage}")
-        rule = "needs zero.offload_optimizer.device=cpu, as masters on the device would take twice what this saves"
-        param.need(optimizer.device == "cpu", "device", rule)
+        rule = "needs zero.offload_optimizer.device=cpu or nvme: masters on the device would take twice what this saves"
+        param.need(optimizer.device != "none", "device", rule)
         rule = (
             "does not go with zero.offload_optimizer.delayed_update, as the step writes where the forward pass fetches"
         )

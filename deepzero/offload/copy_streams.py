@@ -85,7 +85,23 @@ class OffloadStats:
         self.last_step, self.legs = dict(self.legs), defaultdict(CopyStats)
 
 
-class PendingCopy:
+class Transfer:
+    """Bytes under way. Source and destination belong to it until :meth:`wait` or :meth:`finish` has returned."""
+
+    def wait(self) -> None:
+        """The current stream goes on when the destination is complete."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """The program goes on when the destination is complete."""
+        raise NotImplementedError
+
+    def is_over(self) -> bool:
+        """Whether nothing is left to do, as far as the program knows."""
+        raise NotImplementedError
+
+
+class PendingCopy(Transfer):
     """A copy under way. Source and destination belong to it until :meth:`wait` or :meth:`finish` has returned.
 
     ``stream`` is the one on which it was launched, None without a GPU; ``put_off`` makes a copy that has not begun.

@@ -25,8 +25,20 @@ from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, Zer
 from deepzero.layout import FlatLayout, OffloadPlan
 from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats
 from deepzero.offload.delayed_update import DelayedOptimizerShard
+from deepzero.offload.file_offload import (
+    FileGradients,
+    FileOffload,
+    FileOptimizerShard,
+    bucket_buffers,
+    check_optimizer,
+    fetch_buffers,
+    files_of,
+    open_stores,
+)
+from deepzero.offload.file_store import FileStore
 from deepzero.offload.optimizer_offload import MOMENTS, STAGING, HostGradients, HostOptimizerShard, Offload
 from deepzero.offload.pinned_arena import HostArena, HostMemoryError, Region, arena_class
+from deepzero.runtime.optimizer_state import makes_state_in_advance
 from deepzero.runtime.zero.optimizer_shard import HOST_MASTERS, GroupLayout
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS
 
@@ -54,9 +66,9 @@ def plan_offload(planned: Sequence[GroupLayout], config: ZeroConfig, dtype: torc
     for group in planned:
         trained = group.optimizer_group is not None
         steps = keeps = 0
-        if trained and optimizer.device == "cpu":
+        if trained and optimizer.device != "none":
             steps = nearest_count(group.layout, optimizer.ratio * group.layout.padded_numel)
-        if group.partitioned and param.device == "cpu":
+        if group.partitioned and param.device != "none":
             keeps = most_count(group.layout, left)
         placements.append(OffloadPlan(group.layout, steps, keeps, dtype == torch.float32, trained))
         left = None if left is None else left - placements[-1].parameter_numel
@@ -71,9 +83,9 @@ def build_host(
     dtypes: tuple[torch.dtype, torch.dtype],
     moment_bytes: Sequence[int],
     depth: int,
-    moments_in_arena: bool,
+    optimizer: torch.optim.Optimizer,
 ) -> Offload | None:
-    """Take the arena; None where nothing is offloaded. A collective: all ranks get theirs, or all raise.
+    """Take the arena, and the files; None where nothing is offloaded. A collective: all ranks get theirs, or all raise.
 
     Args:
         planned: all groups, in the order in which they will be built.
@@ -83,8 +95,8 @@ def build_host(
         dtypes: compute dtype, accumulation dtype.
         moment_bytes: per element, of each optimizer group.
         depth: buckets of the reducer.
-        moments_in_arena: the optimizer's state exists before its first step. Else it makes its own, elsewhere in host
-            memory, and the arena has no room for it; but the host must have.
+        optimizer: if its state exists only from its first step on, it makes that elsewhere in host memory, and the
+            arena has no room for it; but the host must have.
 
     Raises:
         ConfigError: a host cannot hold it; says which part takes how much.
@@ -92,36 +104,29 @@ def build_host(
     settings, param = config.offload_optimizer, config.offload_param
     if settings.device == "none" and param.device == "none":
         return None
-    compute, accumulation = dtypes
     pairs = list(zip(planned, placements, strict=True))
-    regions: list[Region] = []
-    for group, placed in pairs:
-        kept = Region(HOST_PARAMETERS, placed.parameter_numel if group.partitioned else 0, compute)
-        masters = Region(HOST_MASTERS, len(placed.host_masters), torch.float32)
-        regions += [region for region in (kept, masters) if region.numel]
-    trained = [(g.optimizer_group, placed) for g, placed in pairs if g.optimizer_group is not None]
-    rooms = [Region(MOMENTS, placed.optimizer_numel * moment_bytes[group], torch.uint8) for group, placed in trained]
-    elsewhere = [] if moments_in_arena else [room for room in rooms if room.numel]
-    if elsewhere:
-        rooms = [Region(MOMENTS, 0, torch.uint8) for _ in rooms]
-    sums = None
-    if any(placed.optimizer_buckets for _, placed in trained):
-        copies = 2 if settings.delayed_update else 1
-        sums = HostGradients([placed for _, placed in trained], copies, accumulation, depth + 1)
-    staging = staging_regions([placed for _, placed in trained], compute, settings.delayed_update)
-    regions += [room for room in rooms if room.numel] + (sums.regions if sums is not None else []) + staging
+    planned_all = _plan_regions(pairs, config, dtypes, moment_bytes, depth, optimizer)
+    regions, elsewhere, rooms, sums, staging, buffers, fetches = planned_all
     neighbours, threads = _neighbours(settings.threads, comm)
+    filed = {category for _, categories in files_of(settings, param) for category in categories}
+    in_memory = [region for region in regions if region.category not in filed]
     with _agreed(comm):
         if (wanted := settings.threads) is not None and wanted > 4 * (cores := len(usable_cores())):
             raise ConfigError(
                 f"zero.offload_optimizer.threads={wanted}: this rank has {cores} cores, and more than {4 * cores} "
                 "threads would only wait for each other"
             )
-        arena_class(comm.device).check_host([*regions, *elsewhere], neighbours)
+        check_optimizer(settings, optimizer)
+        arena_class(comm.device).check_host([*in_memory, *elsewhere], neighbours)
     with contextlib.ExitStack() as undo:
         with _agreed(comm):
-            arena = HostArena(regions, comm.device, asks_for_pinning(settings, param))
+            arena = HostArena(in_memory, comm.device, asks_for_pinning(settings, param))
             undo.callback(arena.close)
+        stores = dict[str, FileStore]()
+        with _agreed(comm):
+            for store, categories in open_stores(regions, settings, param, comm.device):
+                undo.callback(store.close)
+                stores |= dict.fromkeys(categories, store)
         undo.pop_all()
     on_device = sum(p.layout.shard_numel - p.parameter_numel for g, p in pairs if g.partitioned)
     if comm.rank == 0 and param.device == "cpu" and on_device:
@@ -134,24 +139,66 @@ def build_host(
         )
     wire = HostDeviceCopier(comm.device, comm.ledger, comm.chaos, OffloadStats(), comm.ranges)
     shard_class = DelayedOptimizerShard if settings.delayed_update else HostOptimizerShard
-    return Offload(arena, wire, threads, settings, rooms, sums, staging, shard_class)
+    made = (arena, wire, threads, settings, rooms, sums, staging)
+    return (
+        FileOffload(*made, FileOptimizerShard, None, stores, buffers, fetches)
+        if stores
+        else Offload(*made, shard_class)
+    )
 
 
-def staging_regions(placements: Sequence[OffloadPlan], dtype: torch.dtype, whole: bool) -> list[Region]:
-    """What the arena has to hold for new parameters on their way: two buffers in turn; ``whole``: one for each bucket.
+def _plan_regions(
+    pairs: Sequence[tuple[GroupLayout, OffloadPlan]],
+    config: ZeroConfig,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    moment_bytes: Sequence[int],
+    depth: int,
+    optimizer: torch.optim.Optimizer,
+) -> tuple[list[Region], list[Region], list[Region], HostGradients | None, list[Region], list[Region], list[Region]]:
+    """All that is allocated, in order; what the host must have beside it; and, each by itself, what is carved late."""
+    settings, param = config.offload_optimizer, config.offload_param
+    compute, accumulation = dtypes
+    regions: list[Region] = []
+    for group, placed in pairs:
+        kept = Region(HOST_PARAMETERS, placed.parameter_numel if group.partitioned else 0, compute)
+        masters = Region(HOST_MASTERS, len(placed.host_masters), torch.float32)
+        regions += [region for region in (kept, masters) if region.numel]
+    trained = [(g.optimizer_group, placed) for g, placed in pairs if g.optimizer_group is not None]
+    stepped = [placed for _, placed in trained]
+    rooms = [Region(MOMENTS, placed.optimizer_numel * moment_bytes[group], torch.uint8) for group, placed in trained]
+    elsewhere = [] if makes_state_in_advance(optimizer) else [room for room in rooms if room.numel]
+    if elsewhere:
+        rooms = [Region(MOMENTS, 0, torch.uint8) for _ in rooms]
+    sums = None
+    if any(placed.optimizer_buckets for placed in stepped):
+        copies = 2 if settings.delayed_update else 1
+        kind = FileGradients if settings.device == "nvme" else HostGradients
+        sums = kind(stepped, copies, accumulation, depth + 1)
+    staging = staging_regions(stepped, compute, settings)
+    fetches = fetch_buffers(param, [placed for group, placed in pairs if group.partitioned], compute)
+    buffers = bucket_buffers(config, stepped, compute, accumulation)
+    regions += [room for room in rooms if room.numel] + fetches
+    regions += (sums.regions + sums.buffers if sums is not None else []) + staging + buffers
+    return regions, elsewhere, rooms, sums, staging, buffers, fetches
 
-    In fp32 the masters themselves are sent.
+
+def staging_regions(
+    placements: Sequence[OffloadPlan], dtype: torch.dtype, settings: OffloadOptimizerConfig
+) -> list[Region]:
+    """What the arena has to hold for new parameters on their way: two buffers in turn, one for each late bucket.
+
+    In fp32 the masters themselves are sent, where they lie in memory.
     """
-    plans = placements if dtype != torch.float32 else []
+    plans = placements if dtype != torch.float32 or settings.device == "nvme" else []
     numels = [b.shard_numel for p in plans for b in p.layout.buckets if p.steps_on_host(b) and not p.keeps_on_host(b)]
-    if not whole:
+    if not settings.delayed_update:
         numels = [max(numels, default=0)] * min(2, len(numels))
     return [Region(STAGING, numel, dtype) for numel in numels]
 
 
 def asks_for_pinning(optimizer: OffloadOptimizerConfig, param: OffloadParamConfig) -> bool:
     """Whether either side asks for locked pages of the arena that both share."""
-    return any(side.device == "cpu" and side.pin_memory for side in (optimizer, param))
+    return any(side.device != "none" and side.pin_memory for side in (optimizer, param))
 
 
 def usable_cores() -> frozenset[int]:

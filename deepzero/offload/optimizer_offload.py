@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,10 +44,19 @@ from deepzero.offload.copy_streams import (
     HostDeviceCopier,
     OffloadStats,
     PendingCopy,
+    Transfer,
 )
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.pinned_arena import HostArena, Region, describe_bytes
-from deepzero.runtime.zero.optimizer_shard import GradOutput, MasterFragment, OptimizerShard, ParamGroup, SubGroup
+from deepzero.runtime.optimizer_state import allocate_state
+from deepzero.runtime.zero.optimizer_shard import (
+    GradOutput,
+    HostAllocator,
+    MasterFragment,
+    OptimizerShard,
+    ParamGroup,
+    SubGroup,
+)
 from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
 
 GRADIENTS, STAGING, MOMENTS = "host_gradients", "host_buffers", "host_moments"
@@ -76,6 +85,26 @@ class Offload:
         """1-D memory of the arena."""
         return self.arena.allocate(category, numel, dtype)
 
+    def tensors(self, category: str) -> list[torch.Tensor]:
+        """What was allocated under ``category``."""
+        return self.arena.tensors(category)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory was allocated here."""
+        return self.arena.holds(tensor)
+
+    def ledger_name(self, category: str) -> str:
+        """The ledger's word for what is allocated under ``category``."""
+        return category
+
+    def close_step(self) -> None:
+        """An optimizer step is complete."""
+        self.meter.close_step()
+
+    def close(self) -> None:
+        """Unlock the memory, which goes back to the system with its last tensor."""
+        self.arena.close()
+
     def finish_reads(self) -> None:
         """Wait until no copy reads the arena."""
         self.wire.finish_reads()
@@ -84,8 +113,9 @@ class Offload:
         """How a bucket's parameters in host memory reach the device."""
         return HostAllGather(self.wire, bucket, dtype, comm, where)
 
-    def move_moments(self, optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -> None:
-        """Let the optimizer's state for what the CPU steps on lie in the arena, one column for each kind of state."""
+    def allocate_state(self, optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -> None:
+        """Make the optimizer's state; for what the CPU steps on in the arena, one column for each kind of state."""
+        allocate_state(optimizer)
         for group, plan in zip(groups, self.rooms, strict=True):
             if not plan.numel:
                 continue
@@ -186,7 +216,7 @@ class StagingSlot:
     """
 
     device: torch.Tensor
-    copy: PendingCopy | None = None  # the last one that was launched
+    copy: Transfer | None = None  # the last one that was launched
     taken: bool = False  # a reduction writes into it
 
     def settle(self) -> None:
@@ -214,19 +244,20 @@ class HostGradients:
 
     def __init__(self, placements: Sequence[OffloadPlan], copies: int, dtype: torch.dtype, slots: int) -> None:
         self.copies, self._current, self._next = copies, 0, 0
-        self._largest = max(b.shard_numel for p in placements for b in p.layout.buckets if p.steps_on_host(b))
+        self.largest = max(b.shard_numel for p in placements for b in p.layout.buckets if p.steps_on_host(b))
         self.regions = [Region(GRADIENTS, p.optimizer_numel, dtype) for p in placements for _ in range(copies)]
-        self._slots, self._sums = slots, list[torch.Tensor]()
+        self.slot_count, self._sums = slots, list[torch.Tensor]()
+        self.buffers: list[Region] = []  # further ones of the arena's, beside the sums
         self.slots: list[StagingSlot] = []
         # The way down of each bucket's last sum, by group and bucket: it goes up again when it is there.
-        self._down: dict[tuple[int, int], PendingCopy] = {}
+        self._down: dict[tuple[int, int], Transfer] = {}
 
-    def carve(self, arena: HostArena, wire: HostDeviceCopier) -> None:
+    def carve(self, allocate: HostAllocator, wire: HostDeviceCopier) -> None:
         """Take the planned regions, and the slots on the device."""
-        self.wire, self._sums = wire, [arena.allocate(*region) for region in self.regions]
+        self.wire, self._sums = wire, [allocate(*region) for region in self.regions]
         dtype = self.regions[0].dtype
         self.slots = [
-            StagingSlot(torch.zeros(self._largest, dtype=dtype, device=wire.device)) for _ in range(self._slots)
+            StagingSlot(torch.zeros(self.largest, dtype=dtype, device=wire.device)) for _ in range(self.slot_count)
         ]
 
     def sum_of(self, group: int, bucket: Bucket) -> torch.Tensor:
@@ -252,7 +283,7 @@ class HostGradients:
         source, where = slot.device[: bucket.shard_numel], f"bucket {bucket.index}"
         down = self._down.pop(key, None)
 
-        fetch = partial(self.wire.to_device, SUMS_TO_DEVICE, source, target, padding, where)
+        fetch = partial(self._fetch, slot, target, padding, where)
         # It left a whole micro-batch ago, if the model has many buckets; else it may be a reduction still.
         if accumulate and down is not None and down.is_over():
             slot.copy = fetch()
@@ -265,10 +296,18 @@ class HostGradients:
                     slot.copy = fetch()
                 slot.copy.wait()
             yield
-            slot.copy = self._down[key] = self.wire.to_host(TO_HOST, target, source, padding, where)
+            slot.copy = self._down[key] = self._leave(slot, target, padding, where)
             slot.taken = False
 
         return source, measure, there_and_back
+
+    def _fetch(self, slot: StagingSlot, sums: torch.Tensor, padding: int, where: str) -> Transfer:
+        """Launch: a bucket's sums on the host into its slot."""
+        return self.wire.to_device(SUMS_TO_DEVICE, slot.device[: sums.numel()], sums, padding, where)
+
+    def _leave(self, slot: StagingSlot, sums: torch.Tensor, padding: int, where: str) -> Transfer:
+        """Launch the way back."""
+        return self.wire.to_host(TO_HOST, sums, slot.device[: sums.numel()], padding, where)
 
     def drain(self) -> None:
         """Wait for everything that has left, the oldest first. Afterwards the sums may be read."""
@@ -314,6 +353,8 @@ class HostParamUpload:
         first, last = bucket.shard_offset, bucket.shard_offset + bucket.shard_numel
         self.fragments = [fragment for fragment in self.group.fragments if first <= fragment.shard_start < last]
         self._on_host = self.group.placement.keeps_on_host(bucket)
+        self.kept: torch.Tensor | None = None
+        """Where the step writes parameters that live on the host, if not where they live."""
 
     def output_fragments(self) -> list[torch.Tensor | None]:
         """One tensor of the compute dtype for each fragment, into which the CPU writes the updated parameter.
@@ -324,11 +365,13 @@ class HostParamUpload:
         self._staging.finish()
         # offload_param: the step writes where parameters live, and nothing travels here. The program has stood still
         # for what was fetched from there: the agreement before the step is read behind the passes.
-        if self._on_host and not self.group.placement.own_masters_at(self.bucket):
-            return [self.group.param_fragment(fragment) for fragment in self.fragments]
-        if self._on_host or self._staging.memory is None:
+        memory = self._staging.memory
+        if self._on_host:
+            own = self.group.placement.own_masters_at(self.bucket)
+            memory = None if own else self.group.param_shard(self.bucket) if self.kept is None else self.kept
+        if memory is None:
             return [None] * len(self.fragments)
-        staged, cursor = self._staging.memory[: self.bucket.shard_numel], 0
+        staged, cursor = memory[: self.bucket.shard_numel], 0
         runs = [(fragment.shard_start - self.bucket.shard_offset, fragment.numel) for fragment in self.fragments]
         for start, numel in [*runs, (staged.numel(), 0)]:  # padding between parameters is zero on the device, too
             staged[cursor:start].zero_()
@@ -406,7 +449,7 @@ class HostOptimizerShard(OptimizerShard):
             raise RuntimeError("no bucket is on the host")
         self.host = host
         self.gradients = host.sums
-        self.gradients.carve(host.arena, host.wire)
+        self.gradients.carve(host.allocate, host.wire)
         staging = [StagingBuffer(host.allocate(*region)) for region in host.staging]
         self.on_uploaded: Callable[[int, Bucket, Callable[[], None] | None], None] | None = None
         """The stage's: new parameters of (group, bucket) are in place (None), or are when the function returns."""
@@ -416,7 +459,7 @@ class HostOptimizerShard(OptimizerShard):
         self.uploads: list[HostParamUpload] = []
         for number, group in enumerate(self.groups):
             for bucket in (b for b in group.layout.buckets if group.placement.steps_on_host(b)):
-                travels = group.dtype != torch.float32 and not group.placement.keeps_on_host(bucket)
+                travels = bool(staging) and not group.placement.keeps_on_host(bucket)
                 buffer = next(turns) if travels else StagingBuffer()
                 self.uploads.append(HostParamUpload(self, number, bucket, self.parts_of(number, bucket), buffer))
 
@@ -462,9 +505,13 @@ class HostOptimizerShard(OptimizerShard):
         turn = {(number, bucket.index): place for place, (number, bucket) in enumerate(order)}
         self.uploads.sort(key=lambda upload: turn[upload.number, upload.bucket.index])
 
+    def _in_memory(self) -> Generator[HostParamUpload]:
+        """The buckets, one after the other, each in host memory until the next one is asked for."""
+        yield from self.uploads
+
     def _step_on_host(self, divisor: float) -> None:
-        with cpu_threads(self.host.threads):
-            for upload in self.uploads:
+        with cpu_threads(self.host.threads), contextlib.closing(self._in_memory()) as uploads:
+            for upload in uploads:
                 outs = upload.output_fragments()
                 began = time.perf_counter()
                 with upload.group.comm.ranges.span("step", *upload.where()):

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepzero.comm.ledger import side_of
 from deepzero.config.engine import resolve_batch
 from deepzero.config.strict import ConfigError
 from deepzero.planning import plan
@@ -377,7 +378,7 @@ def _where(refused: Refused) -> str:
 def _refused(refused: Refused) -> str:
     if refused.reason:
         return f"  {_name(refused.setting)}: {refused.reason}"
-    side = {k: v for k, v in refused.memory.items() if k.startswith("host_") == refused.on_host and v}
+    side = {k: v for k, v in refused.memory.items() if side_of(k) == ("host" if refused.on_host else "device") and v}
     largest = sorted(side.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{category} {short_bytes(size)}" for category, size in largest)
     too_much = ("" if refused.rehearsed else "at least ") + short_bytes(refused.too_much)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from deepzero.comm.collectives import DryRunCommunicator, DryRunRank
-from deepzero.comm.ledger import Event, Traffic
+from deepzero.comm.ledger import Event, Traffic, side_of
 from deepzero.comm.topology import Nodes
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.engine import EngineConfig
@@ -126,7 +126,7 @@ class DryRunResult:
         With :attr:`memory` it makes the peak. (Not with :attr:`held`: that is weighed between micro-batches, when what
         was gathered is gone on a GPU, and would be counted twice.)
         """
-        device = sum(size for category, size in self.memory.items() if not category.startswith("host_"))
+        device = sum(size for category, size in self.memory.items() if side_of(category) == "device")
         return max(0, self.peak_bytes - device)
 
 
@@ -216,7 +216,7 @@ def _build(program: TrainStep, who: DryRunRank, arrived: list[str]) -> DeepSpeed
         if param.requires_grad:
             param.register_hook(lambda _, name=name: arrived.append(name))
     trained = [param for param in model.parameters() if param.requires_grad]
-    on_host = config.zero.offload_optimizer.device == "cpu"
+    on_host = config.zero.offload_optimizer.device != "none"
     optimizer = build_optimizer(config.optimizer, trained, on_host, without_values)
     engine = DeepSpeedEngine(model, optimizer, config, comm=comm)
     vars(engine.zero.optimizer_shard)["_optimizer_step"] = _nothing
@@ -277,7 +277,7 @@ def _result(
     ledger, stage = engine.ledger, engine.stage
     ledger.sample()
     stage3 = stage.coordinator if isinstance(stage, ZeroStage3) else None
-    host = sum(size for category, size in ledger.held.items() if category.startswith("host_"))
+    sides = {side: sum(n for name, n in ledger.held.items() if side_of(name) == side) for side in ("host", "file")}
     fetched: dict[str, str] = {}
     for made in stage3.buckets if stage3 is not None else ():
         fetched[f"bucket {made.key}"] = _first_to_last([param._zero.name for param in made.params])
@@ -298,11 +298,11 @@ def _result(
         plan=stage3.training.plan if stage3 is not None else None,
         memory=dict(ledger.predicted_memory),
         held=dict(ledger.held),
-        # The host's memory is one arena, on the meta device too, there all the time.
-        peak_bytes=meter.peak_bytes - host,
+        # The host's memory is one arena, a file is one too; on the meta device, too, and there all the time.
+        peak_bytes=meter.peak_bytes - sum(sides.values()),
         traffic=dict(ledger.last_step),
         predicted=dict(ledger.predicted_traffic),
-        host_bytes=host,
+        host_bytes=sides["host"],
         trail=[launched(event) for event in ledger.events if event.what == "launch"],
         gradients=arrived,
         points=[point.as_dict() for point in recorder.points] if recorder is not None else [],

@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from deepzero.comm.ledger import Sent
+from deepzero.comm.ledger import Sent, side_of
 from deepzero.comm.topology import Nodes
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
@@ -80,7 +80,7 @@ class Estimate:
     @property
     def device_bytes(self) -> int:
         """At least so much: without buffers."""
-        return sum(size for name, size in self.memory.items() if not name.startswith("host_"))
+        return sum(size for name, size in self.memory.items() if side_of(name) == "device")
 
     @property
     def host_bytes(self) -> int:

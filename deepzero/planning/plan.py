@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from deepzero.comm.ledger import side_of
 from deepzero.planning.dry_run import DryRunResult
 from deepzero.runtime.memory_model import AGREEMENT
 from deepzero.utils.formatting import short_bytes
@@ -73,8 +74,8 @@ def text(rehearsal: DryRunResult, moves: int | None = None) -> str:
         f"{'held by one rank':<34}{'bytes':>14}",
     ]
     found = memory(rehearsal)
-    for on_host, total in ((False, "all of these"), (True, "in host memory")):
-        held = {name: size for name, size in found.items() if name.startswith("host_") == on_host}
+    for side, total in (("device", "all of these"), ("host", "in host memory"), ("file", "in files")):
+        held = {name: size for name, size in found.items() if side_of(name) == side}
         if held:
             lines += [f"  {name:<32}{short_bytes(size):>14}" for name, size in held.items()]
             lines.append(f"  {total:<32}{short_bytes(sum(held.values())):>14}")

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepzero.comm.ledger import Event
+from deepzero.comm.ledger import Event, side_of
 from deepzero.offload.copy_streams import FETCH, TO_DEVICE
 from deepzero.planning import plan
 from deepzero.planning.clusters import Cluster
@@ -85,7 +85,7 @@ class _StreamClocks:
         self.under_way: dict[tuple[str, str], deque[SimulatedSpan]] = defaultdict(deque)
         self.fetched: dict[str, float] = {}
         # What the CPU steps on; in fp32 parameters in host memory are their own masters. And on how much it has.
-        self.host_elements = max(1, (self.held["host_masters"] or self.held["host_parameters"]) // 4)
+        self.host_elements = max(1, (self._kept("masters") or self._kept("parameters")) // 4)
         self.stepped = 0
         self.line = SimulatedTimeline()
 
@@ -153,12 +153,16 @@ class _StreamClocks:
     def _step_on_host(self, elements: int, where: str) -> None:
         """The CPU steps on so many elements, when their gradients have come and it is free."""
         # A delayed update reads one copy of the gradients while the other one is written.
-        gradients = self.held["host_gradients"] // (2 if self.rehearsal.delayed else 1)
-        moved = STEP_PASSES * (self.held["host_masters"] + self.held["host_moments"]) + gradients
+        gradients = self._kept("gradients") // (2 if self.rehearsal.delayed else 1)
+        moved = STEP_PASSES * (self._kept("masters") + self._kept("moments")) + gradients
         moved_here = moved * elements / self.host_elements * self.rehearsal.nodes.per_node
         self.free["host"] = max(self.free["host"], self.free["to_host"])
         self._run("host", "optimizer step", where, moved_here / self.cluster.host_memory_bandwidth)
         self.stepped += elements
+
+    def _kept(self, states: str) -> int:
+        """Bytes of what the CPU steps on, in memory or in files; how long a disk takes is not simulated."""
+        return self.held[f"host_{states}"] + self.held[f"file_{states}"]
 
     def _step(self, event: Event) -> None:
         """The device's own optimizer step: one pass over what it keeps."""
@@ -173,7 +177,7 @@ class _StreamClocks:
     def _publish(self, event: Event) -> None:
         """The step is over when the new parameters are there; those that stay in host memory, too."""
         left = self.host_elements - self.stepped
-        if left > 0 and self.held["host_moments"]:
+        if left > 0 and self._kept("moments"):
             self._step_on_host(left, "")
         late = [span for span in self.line.spans if span.lane in ("to_device", "to_host", "host")]
         for span in sorted(late, key=lambda item: item.end):
@@ -211,7 +215,7 @@ class Simulated:
     def device_bytes(self) -> int:
         """The most that a rank's device holds at any time, activations included."""
         found = plan.memory(self.rehearsal)
-        return sum(size for name, size in found.items() if not name.startswith("host_"))
+        return sum(size for name, size in found.items() if side_of(name) == "device")
 
     @property
     def host_bytes_per_node(self) -> int:

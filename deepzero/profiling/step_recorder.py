@@ -26,7 +26,7 @@ from deepzero.comm.ledger import Ledger
 
 LANDMARKS = ("begin", "boundary", "step", "publish", "end")
 """Events that are always weighed, whole, and never thinned out. ``begin`` and ``end`` are the recorder's own."""
-SETTLED = ("masters", "moments", "host_masters", "host_moments")
+SETTLED = ("masters", "moments", "host_masters", "host_moments", "file_masters", "file_moments")
 """Categories that change at landmarks alone."""
 FREE_SECONDS = 0.05
 SHARE = 0.25

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from deepzero.offload.offload_plan import build_host, plan_offload
 from deepzero.offload.optimizer_offload import Offload
 from deepzero.runtime.consistency import TrainedParameters
 from deepzero.runtime.memory_model import build_ledger, predict_unquantized
-from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance, moment_bytes_per_element
+from deepzero.runtime.optimizer_state import allocate_state, moment_bytes_per_element
 from deepzero.runtime.zero.gradient_reduction import GradientReducer, UnreducedGradients, reduce_order
 from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
 from deepzero.runtime.zero.optimizer_shard import GroupLayout, OptimizerShard, ParamGroup
@@ -113,12 +114,12 @@ class ZeroComponents:
             self.meter.close_step(applied)
         ledger.close_step()
         if self.offload is not None:
-            self.offload.meter.close_step()
+            self.offload.close_step()
 
     def close(self) -> None:
         """The engine is destroyed: host memory is unlocked, and goes back to the system with its last tensor."""
         if self.offload is not None:
-            self.offload.arena.close()
+            self.offload.close()
         if self.stage3 is not None:
             self.stage3.clear()
 
@@ -152,9 +153,8 @@ def build_zero(
     depth = 2 if zero.overlap_comm and comm.world_size > 1 else 1
     # The arena comes before the parameters are cut: masters and shards are carved from it as they are made.
     offload = build_host(
-        planned, placements, zero, comm, (dtypes.compute, dtypes.accumulation), moment_bytes, depth,
-        makes_state_in_advance(optimizer),
-    )  # fmt: skip
+        planned, placements, zero, comm, (dtypes.compute, dtypes.accumulation), moment_bytes, depth, optimizer
+    )
 
     # ---- move: from the first parameter that is cut the model is deepzero's, and after an error nobody's
     with lost_on_error(model):
@@ -172,9 +172,7 @@ def build_zero(
         # From here on the optimizer holds fragments of masters, and its state is made for these: now, and not in the
         # first step, so that a run that does not fit ends here.
         set_optimizer_params(optimizer, groups)
-        allocate_state(optimizer)
-        if offload is not None:
-            offload.move_moments(optimizer, groups)  # what was just made goes into the arena's room for it
+        (allocate_state if offload is None else partial(offload.allocate_state, groups=groups))(optimizer)
 
         # ---- put together: gradients (3, 4), the optimizer's step (5), the stage that publishes (6)
         # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
@@ -252,8 +250,9 @@ def plan_groups(chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, 
     # One limit for all groups: buckets of a small group are not cut smaller than those of a large one.
     total = sum(param.numel() for params in chosen for param in params)
     limit = bucket_limit(total, config.zero.reduce_bucket_size, config.zero.allgather_bucket_size)
+    cut = partial(plan_layout, world_size=world_size, bucket_limit=limit, shard_align=config.zero.shard_align)
     return [
-        GroupLayout(params, plan_layout([p.numel() for p in params], world_size, limit), index, partitioned=False)
+        GroupLayout(params, cut([p.numel() for p in params]), index, partitioned=False)
         for index, params in enumerate(chosen)
         if params
     ]
@@ -262,7 +261,7 @@ def plan_groups(chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, 
 def _moment_bytes(optimizer: torch.optim.Optimizer, config: EngineConfig, device: torch.device) -> list[int]:
     # Per element, of each optimizer group. The user's optimizer is tried, for its class alone says too little: on the
     # CPU where that will step, and where the device has no memory.
-    on_cpu = config.zero.offload_optimizer.device == "cpu" or device.type == "meta"
+    on_cpu = config.zero.offload_optimizer.device != "none" or device.type == "meta"
     steps_on = torch.device("cpu") if on_cpu else device
     return [moment_bytes_per_element(optimizer, steps_on, index) for index in range(len(optimizer.param_groups))]
 

@@ -47,8 +47,11 @@ from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER
 from deepzero.comm.topology import Nodes
 from deepzero.config.engine import EngineConfig
+from deepzero.config.zero import OffloadOptimizerConfig, ZeroConfig
 from deepzero.layout import Bucket, FlatLayout, OffloadPlan
 from deepzero.offload.copy_streams import FETCH, SUMS_TO_DEVICE, TO_DEVICE, TO_HOST
+from deepzero.offload.file_offload import FileAllGather
+from deepzero.offload.file_store import BLOCK, FILE_FETCH, FILE_READ, FILE_WRITE
 from deepzero.offload.optimizer_offload import GRADIENTS, MOMENTS, STAGING
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
@@ -198,20 +201,44 @@ def bucket_bytes(
     return depth * (capacity * sizes.wire + mail) + 2 * chunk * 4
 
 
-def wire_bytes(placements: Sequence[OffloadPlan], sizes: StateSizes, world_size: int, delayed: bool) -> tuple[int, int]:
+def wire_bytes(
+    placements: Sequence[OffloadPlan], sizes: StateSizes, world_size: int, settings: OffloadOptimizerConfig
+) -> tuple[int, int]:
     """What an offloaded step takes beside its state, on the device and on the host.
 
     On the device a slot for each send buffer and one more, of the largest part's sum; on the host two buffers for new
-    parameters that are not fp32, or with a delayed update one for each bucket.
+    parameters that are not fp32, or with a delayed update one for each bucket. Masters in files are not sent
+    themselves, so there fp32 parameters have buffers, too.
     """
     parts = [(p, i) for p in placements for i in p.layout.buckets if p.steps_on_host(i)]
     if not parts:
         return 0, 0
-    slots = 3 if sizes.overlap and world_size > 1 else 2
-    staging = slots * max(bucket.shard_numel for _, bucket in parts) * sizes.accumulation
-    sent = [i.shard_numel for p, i in parts if not p.keeps_on_host(i)] if sizes.compute < 4 else []
-    staged = sum(sent) if delayed else max(sent, default=0) * min(2, len(sent))
-    return staging, staged * sizes.compute
+    slots, files = 3 if sizes.overlap and world_size > 1 else 2, settings.device == "nvme"
+    largest = max(bucket.shard_numel for _, bucket in parts)
+    sent = [i.shard_numel for p, i in parts if not p.keeps_on_host(i)] if sizes.compute < 4 or files else []
+    staged = sum(sent) if settings.delayed_update else max(sent, default=0) * min(2, len(sent))
+    return slots * largest * sizes.accumulation, staged * sizes.compute
+
+
+def file_buffer_bytes(
+    zero: ZeroConfig, placements: Sequence[tuple[OffloadPlan, bool]], sizes: StateSizes, world_size: int
+) -> int:
+    """What of the host's memory stands before files: for sums one buffer a slot, for steps, and for fetches.
+
+    ``placements`` of all groups, and whether they are partitioned. Each buffer begins at a block.
+    """
+    optimizer, param = zero.offload_optimizer, zero.offload_param
+    parts = [b.shard_numel for p, _ in placements if p.trained for b in p.layout.buckets if p.steps_on_host(b)]
+    kept = [b.shard_numel for p, parted in placements if parted for b in p.layout.buckets if p.keeps_on_host(b)]
+    states, count = 0, min(optimizer.buffer_count // 4, len(parts))
+    total = 0
+    if optimizer.device == "nvme" and parts:
+        slots, states = 3 if sizes.overlap and world_size > 1 else 2, 4 + sizes.moments + sizes.accumulation
+        total += slots * (max(parts) * sizes.accumulation + BLOCK)
+    if param.device == "nvme":
+        states += sizes.compute if sizes.compute < 4 or not states else 0
+        total += min(param.buffer_count, len(kept)) * (max(kept, default=0) * sizes.compute + BLOCK)
+    return total + (count * (max(parts, default=0) * states + BLOCK) if states else 0)
 
 
 def predicted_traffic(
@@ -361,6 +388,8 @@ def planned(buckets: Sequence[PartitionedBucket], plan: FetchPlan) -> tuple[dict
                 part_bytes = bucket.layout.shard_numel * gather.dtype.itemsize
                 fetched.add(Traffic(1, true / world, (bucket.layout.numel - true) / world, part_bytes))
     traffic = {**forms, **_replicas(buckets), **({FETCH: fetched} if fetched.calls else {})}
+    if fetched.calls and any(isinstance(bucket.gather.source, FileAllGather) for bucket in buckets):
+        traffic[FILE_FETCH] = fetched
     return traffic, most_flying * max((bucket.gather.scratch_bytes for bucket in buckets), default=0)
 
 
@@ -420,10 +449,13 @@ def build_ledger(
     traffic = predicted_traffic(layouts, comm.nodes, sizes, persistent)
     memory["buckets"] = bucket_bytes(layouts, comm.world_size, comm.device_type, sizes, comm.nodes)
     if offload is not None:
-        traffic |= _copies(built, comm.world_size, sizes)
-        placements, delayed = [g.placement for g in built.groups], config.zero.offload_optimizer.delayed_update
-        on_device, memory[STAGING] = wire_bytes(placements, sizes, comm.world_size, delayed)
+        traffic |= _copies(built, comm.world_size, sizes) | _file_traffic(built, comm.world_size, sizes)
+        placements, settings = [g.placement for g in built.groups], config.zero.offload_optimizer
+        on_device, memory[STAGING] = wire_bytes(placements, sizes, comm.world_size, settings)
         memory["buckets"] += on_device
+        everywhere = [(group.placement, group.partitioned) for group in built.stores]
+        memory[STAGING] += file_buffer_bytes(config.zero, everywhere, sizes, comm.world_size)
+        memory = {offload.ledger_name(category): size for category, size in memory.items()}
     if built.stage3 is not None:
         coordinator = built.stage3.coordinator
         coordinator.on_plan = partial(predict, coordinator, ledger)
@@ -514,6 +546,29 @@ def _copies(built: ZeroComponents, world: int, sizes: StateSizes) -> dict[str, T
     return {kind: form for kind, form in forms.items() if form.calls}
 
 
+def _file_traffic(built: ZeroComponents, world: int, sizes: StateSizes) -> dict[str, Traffic]:
+    """One step's reads and writes of files, mean over ranks: gradients as they come, each state once in the step."""
+    offload, forms = built.offload, {FILE_READ: Traffic(), FILE_WRITE: Traffic()}
+    in_file = lambda category: offload is not None and offload.ledger_name(category) != category
+    states, params = in_file(MOMENTS), in_file(HOST_PARAMETERS)
+    for placement, bucket in ((g.placement, b) for g in built.groups for b in g.layout.buckets):
+        if not placement.steps_on_host(bucket):
+            continue
+        own, kept = placement.own_masters_at(bucket), placement.keeps_on_host(bucket)
+        # Elements that come and go for each of the bucket's, and their bytes.
+        both = [4] * (params if own else states) + [sizes.moments // 2] * (2 * states)
+        reads, writes = both + [sizes.accumulation] * states, both + [sizes.compute] * (params and kept and not own)
+        sums, true = [sizes.accumulation] * states, bucket.true_numel() / world
+        for kind, moved, files, times in (
+            (FILE_READ, reads, states + (params and own), 1), (FILE_READ, sums, 1, sizes.reductions - 1),
+            (FILE_WRITE, writes, states + (params and kept), 1), (FILE_WRITE, sums, 1, sizes.reductions),
+        ):  # fmt: skip
+            rest, nbytes = bucket.shard_numel - true, sum(moved) * bucket.shard_numel
+            if moved:
+                forms[kind].add(Traffic(files, len(moved) * true, len(moved) * rest, nbytes), times)
+    return {kind: form for kind, form in forms.items() if form.calls}
+
+
 def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
     """Which tensors are measured, and how much of each is padding: what is more than this rank's fragments."""
     offload, stage3 = built.offload, built.stage3
@@ -530,7 +585,7 @@ def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledg
         if offload is None:
             return []
         # The arena's rooms, whether this rank has a fragment in them or padding alone; and what was made elsewhere.
-        return [*offload.arena.tensors(MOMENTS), *(t for t in stepped_on_host() if not offload.arena.holds(t))]
+        return [*offload.tensors(MOMENTS), *(t for t in stepped_on_host() if not offload.holds(t))]
 
     def moments() -> list[torch.Tensor]:
         there = {storage_ptr_of(t) for t in host_moments()}
@@ -552,11 +607,11 @@ def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledg
         if stage3.secondaries():
             ledger.watch(SECONDARY, stage3.secondaries)
     if offload is not None:
-        inside = sum(t.nbytes for t in stepped_on_host() if offload.arena.holds(t))
-        padding[MOMENTS] = sum(t.nbytes for t in offload.arena.tensors(MOMENTS)) - inside
+        inside = sum(t.nbytes for t in stepped_on_host() if offload.holds(t))
+        padding[MOMENTS] = sum(t.nbytes for t in offload.tensors(MOMENTS)) - inside
         for category in HOST_CATEGORIES:
-            held = host_moments if category == MOMENTS else partial(offload.arena.tensors, category)
-            ledger.watch(category, held, padding[category])
+            held = host_moments if category == MOMENTS else partial(offload.tensors, category)
+            ledger.watch(offload.ledger_name(category), held, padding[category])
 
 
 def _padding(built: ZeroComponents) -> Counter[str]:
@@ -587,6 +642,6 @@ def _padding(built: ZeroComponents) -> Counter[str]:
         count("gradients", mine, group.layout.numel if built.reducer.whole else kept)
         on_host += sum(f.numel for f in group.fragments) - kept
     if offload is not None and offload.sums is not None:
-        held = sum(t.nbytes for t in offload.arena.tensors(GRADIENTS))
+        held = sum(t.nbytes for t in offload.tensors(GRADIENTS))
         found[GRADIENTS] = held - offload.sums.copies * built.dtypes.accumulation.itemsize * on_host
     return found

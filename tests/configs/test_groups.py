@@ -49,7 +49,9 @@ def test_the_groups_are_those_of_the_design():
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=["=".join(one) for one in CHOICES])
 def test_every_choice_composes(group, choice):
     asks_for_a_path = choice in ("text", "tokens") or (choice.startswith("gpt2_") and group == "experiment")
-    run = run_config(f"{group}={choice}", *(["data.path=/some/path"] if asks_for_a_path else []))
+    more = ["data.path=/some/path"] if asks_for_a_path else []
+    more += ["zero.offload_optimizer.nvme_path=/some/path"] if choice == "nvme" else []
+    run = run_config(f"{group}={choice}", *more)
     assert isinstance(run, RunConfig)
     assert run.engine.optimizer is not None and run.engine.scheduler is not None
     if group == "model" and choice != "hf":

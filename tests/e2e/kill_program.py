@@ -59,6 +59,10 @@ def slow_disk(seconds):
 def live(job, rank):
     """One rank of one life: go on from the newest checkpoint, compare with the reference, train and save."""
     settings = {"stage": job["stage"], "bucket": 900, "precision": job["precision"], "comm": {"timeout_seconds": 60}}
+    if job.get("files"):
+        files = {"device": "nvme", "nvme_path": job["files"]}
+        pipelined = {**files, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+        settings["zero"] = {"offload_optimizer": pipelined} | ({"offload_param": files} if job["stage"] == 3 else {})
     engine = start(make_model(), **settings)
     world, folder = job["world"], Path(job["folder"])
     record = Path(job["record"]) if job.get("record") else None

@@ -36,6 +36,7 @@ class Line:
     folder: Path
     reference: Path
     until: int
+    files: Path | None = None  # where optimizer states, and stage 3's parameters, lie in files
     generation: int = 0
     newest: int = 0  # the step that ``latest`` has named
     complete: int = 0  # checkpoints that lay there after the last kill
@@ -118,13 +119,18 @@ def zygote(tmp_path):
         assert done.status == 0, done.err
 
 
-def make_line(zygote, world, precision, until):
+def make_line(zygote, world, precision, until, in_files=False):
     """A line of lives, and the undisturbed run that they are compared with."""
     folder = zygote.folder / f"{precision}-{world}"
     folder.mkdir()
     line = Line(world, precision, folder, folder / "reference.json", until)
-    record = str(line.reference)
-    pids = zygote.begin(world=world, precision=precision, stage=2, until=until, folder=str(folder), record=record)
+    if in_files:
+        line.files = folder / "files"
+        line.files.mkdir()
+    record, files = str(line.reference), str(line.files or "")
+    pids = zygote.begin(
+        world=world, precision=precision, stage=2, until=until, folder=str(folder), record=record, files=files
+    )
     zygote.until(lambda: len(zygote.ended) == len(pids), "the reference", 100)
     assert set(zygote.ended.values()) == {DONE}, zygote.logs()
     return line
@@ -141,6 +147,7 @@ def one_life(zygote, line, chance, tally):
     pids = zygote.begin(
         world=line.world, precision=line.precision, stage=chance.choice([1, 2, 3]), until=line.until,
         folder=str(line.checkpoints), reference=str(line.reference), alive=str(alive), slow=chance.uniform(0.05, 0.3),
+        files=str(line.files or ""),
     )  # fmt: skip
     if tally.kills % 3 == 0:  # in a save, as soon as there is one
         zygote.until(lambda: saving(line.checkpoints) or zygote.ended, "a save")
@@ -180,6 +187,7 @@ def kill(zygote, line, pids, chance, tally, joined):
 def look_from_outside(line, tally, zygote):
     """What the folder holds: whole checkpoints, the newest named, and little else."""
     folder = line.checkpoints
+    assert line.files is None or list(line.files.iterdir()) == []
     if not folder.exists():
         assert line.newest == 0
         return
@@ -221,6 +229,15 @@ def kills(zygote, lines, count, seed):
 
 
 THREE = ((2, "bf16"), (2, "fp32"), (1, "bf16"))
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    "count", [pytest.param(3, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.exhaustive)]
+)
+def test_kills_with_states_in_files(zygote, count):
+    """What was saved is there as ever, and of the files nothing."""
+    kills(zygote, [make_line(zygote, *place, 60, in_files=True) for place in THREE[:2]], count, 3)
 
 
 @pytest.mark.timeout(1500)

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from deepzero.comm.collectives import DryRunRank
+from deepzero.comm.ledger import side_of
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine as Engine
 from deepzero.config.deepspeed_json import load_engine_config
+from deepzero.offload import optimizer_offload
 from deepzero.offload.pinned_arena import HostArena
 from deepzero.planning.dry_run import without_values
 from deepzero.planning.op_cost import WorkMeter
-from deepzero.runtime import build
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.zero import stage3
 from deepzero.runtime.zero.optimizer_shard import ParamGroup
@@ -72,7 +73,7 @@ def peak_of(settings, world, given_on_device, frozen, monkeypatch):
         patched.setattr(HostArena, "allocate", meter.on_host(HostArena.allocate))
         on_host = settings.zero.offload_optimizer.device == "cpu"
         if on_host:
-            patched.setattr(build, "allocate_state", meter.on_host(build.allocate_state))
+            patched.setattr(optimizer_offload, "allocate_state", meter.on_host(optimizer_offload.allocate_state))
         if not given_on_device:
             patched.setattr(stage3, "lies_on", lambda params, device: False)
         with torch.device("meta"), meter if given_on_device else contextlib.nullcontext():
@@ -83,7 +84,7 @@ def peak_of(settings, world, given_on_device, frozen, monkeypatch):
         with meter:
             meter.peak_bytes = meter.alive_bytes
             engine = Engine(model, optimizer, settings)
-    training = sum(n for name, n in engine.ledger.predicted_memory.items() if not name.startswith("host_"))
+    training = sum(n for name, n in engine.ledger.predicted_memory.items() if side_of(name) == "device")
     if settings.zero.stage < 3:
         training += frozen * LAYER * (2 if settings.precision.dtype == "bf16" else 4)  # whole, and no model state
     engine.destroy()

@@ -128,7 +128,9 @@ def test_json_names_are_read():
     for name, default in defaults.items():
         load_engine_config({"train_batch_size": 4, **nested(name, default)})
         with pytest.raises(ConfigError) as error:
-            load_engine_config({"train_batch_size": 4, **nested(name, "no such value")})
+            # Any word may be a folder.
+            bad = 3 if name.endswith("nvme_path") else "no such value"
+            load_engine_config({"train_batch_size": 4, **nested(name, bad)})
         assert "unknown config key" not in str(error.value), name
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from deepzero.comm.ledger import side_of
 from deepzero.monitor.report import svg
 from deepzero.monitor.report.html import figures, legend, paragraph
 from deepzero.monitor.report.run_data import EXPOSED, IN_FLIGHT, Run, number, shown
@@ -149,7 +150,7 @@ def peak_of(rank: Mapping[str, Any]) -> float:
 def _rank_memory(run: Run, points: Points, rank: int, side: str) -> str:
     names = [
         name for name in dict.fromkeys(name for point in points for name, size in point["held"].items() if size)
-        if (name.startswith("host_") or name == "snapshot") == (side == "host")
+        if ("host" if name == "snapshot" else side_of(name)) == side
     ]  # fmt: skip
     if len(points) < 2 or not names:
         return ""

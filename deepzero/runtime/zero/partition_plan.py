@@ -53,11 +53,9 @@ def plan_partitioning(
         cut.append(([p for p in params if p.numel() > threshold], index, True))
         cut.append(([p for p in params if p.numel() <= threshold], index, False))
     cut.append((frozen, None, True))
-    groups = [
-        GroupLayout(params, plan_layout([p.numel() for p in params], world_size, limit), index, partitioned)
-        for params, index, partitioned in cut
-        if params
-    ]
+    align = config.shard_align
+    layout = lambda params: plan_layout([p.numel() for p in params], world_size, limit, shard_align=align)
+    groups = [GroupLayout(params, layout(params), index, partitioned) for params, index, partitioned in cut if params]
     return groups, limit
 
 

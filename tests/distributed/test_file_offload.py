@@ -1,0 +1,332 @@
+"""States in files: the bits, the account and the checkpoints of host memory; what is refused; what is left behind."""
+
+import contextlib
+import errno
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import deepzero
+from deepzero.config.strict import ConfigError
+from deepzero.utils import safe_get_full_fp32_param
+from tests.distributed import test_offload as in_memory
+from tests.distributed.pool import on_ranks
+from tests.distributed.training import built, check_same_bits, go, make_model, my_micro_batches
+
+ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+STEPS = 4
+PIPELINED = {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+
+
+def settings(stage, folder, param=None, ratio=1.0, optimizer=True, pipeline=PIPELINED, **more):
+    """As in ``test_offload.py``; with ``param`` (its block) stage 3's parameters too, or alone."""
+    case = in_memory.settings(stage, ratio, param is not None, **more)
+    zero = case["zero_optimization"]
+    if optimizer:
+        zero["offload_optimizer"] |= {"device": "nvme", "nvme_path": str(folder), **pipeline}
+    if param is not None:
+        zero["offload_param"] = {"device": "nvme", "nvme_path": str(folder), **param}
+    return case
+
+
+def check_cases(ranks, cases, steps=STEPS, world=2):
+    """The first case's bits in all; counted is predicted."""
+    (losses, *_), reports = check_same_bits(ranks, cases, steps, world)
+    assert len(set(losses)) > 1
+    for number, report in enumerate(reports):
+        in_memory.check_account(report, number)
+    return reports
+
+
+FP16 = {"precision": "fp16", "fp16": {"initial_scale_power": 18, "hysteresis": 1}}
+MORE = {
+    "bf16": {"precision": "bf16"},
+    "fp32": {"precision": "fp32"},
+    "fp16": FP16,
+    "three micro-batches": {"precision": "bf16", "gradient_accumulation_steps": 3},
+    "narrow sums": {
+        "precision": "bf16", "data_types": {"grad_accum_dtype": "bf16"}, "gradient_accumulation_steps": 2,
+    },
+    "larger buckets": {"precision": "bf16", "bucket": 1500},
+}  # fmt: skip
+OFTEN = {(2, 2, "bf16"), (3, 2, "fp16"), (3, 2, "fp32"), (1, 2, "three micro-batches")}
+MATRIX = [
+    pytest.param(stage, world, name, marks=[] if (stage, world, name) in OFTEN else pytest.mark.exhaustive)
+    for stage in (1, 2, 3)
+    for world in (1, 2, 4)
+    for name in MORE
+]
+
+
+@pytest.mark.parametrize(("stage", "world", "name"), MATRIX)
+def test_same_bits_and_counted_bytes(ranks, tmp_path, stage, world, name):
+    """Of the CPU's tier; with chaos, with a part of the states, one bucket at a time, and with parameters in files."""
+    more = MORE[name]
+    steps = 8 if "fp16" in more else STEPS
+    cases = [in_memory.settings(stage, 1.0, **more)]
+    cases += [settings(stage, tmp_path, chaos=seed, **more) for seed in (None, 3)]
+    cases += [settings(stage, tmp_path, ratio=0.5, pipeline={}, chaos=4, **more)]
+    if stage == 3:
+        cases += [settings(3, tmp_path, {}, chaos=seed, **more) for seed in (None, 5)]
+        cases += [settings(3, tmp_path, {"buffer_count": 1}, ratio=0.5, chaos=6, **more)]
+        cases += [settings(3, tmp_path, {"buffer_count": 2}, optimizer=False, chaos=7, **more)]
+    reports = check_cases(ranks, cases, steps, world)
+    held = reports[1]["memory"]
+    assert held["host_buffers"]["measured"] > 0 and held["file_moments"]["measured"] > 0
+    assert not any(held.get(f"host_{states}", {"measured": 0})["measured"] for states in ("masters", "moments"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@on_ranks()
+def test_frozen_weights_in_files(rank, world, tmp_path):
+    """Large weights are frozen, norms and biases trained; also with the optimizer on the device."""
+    found = []
+    more = {"precision": "bf16", "bucket": 500}
+    cases = [in_memory.settings(3, **more), settings(3, tmp_path, {}, chaos=3, **more)]
+    cases += [settings(3, tmp_path, {}, ratio=0.0, optimizer=False, **more)]
+    for case in cases:
+        for init in (False, True):
+            found.append(in_memory.adapted(rank, world, case, init)[:2])
+    assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
+@on_ranks()
+def test_checkpoints_with_and_without(rank, world, stage, tmp_path):
+    """Saved with files and loaded with host memory or with nothing, and the other way round."""
+    in_files = settings(stage, tmp_path, {} if stage == 3 else None, chaos=4, precision="bf16")
+    others = in_memory.settings(stage, precision="bf16"), in_memory.settings(stage, 1.0, precision="bf16")
+    straight = built(others[0])
+    wanted = go(straight, rank, world, 0, 6)
+    for number, (one, other) in enumerate([(others[0], in_files), (in_files, others[1]), (in_files, in_files)]):
+        folder = tmp_path / f"checkpoint{number}"
+        first = built(one)
+        begun = go(first, rank, world, 0, 3)
+        first.save_checkpoint(folder, asynchronous=number == 2)
+        begun += go(first, rank, world, 3, 4)[:0]  # a save in the background, while a step goes on
+        first.destroy()
+        second = built(other)
+        go(second, rank, world, 3, 4)  # what is loaded replaces something else
+        second.load_checkpoint(folder)
+        assert begun + go(second, rank, world, 3, 6) == wanted
+        assert second.params_sha256() == straight.params_sha256()
+        second.destroy()
+
+
+def look_inside(rank, world, case):
+    """``test_offload.py``'s, for any case."""
+    with mock.patch.object(in_memory, "settings", lambda *_, **__: case):
+        return in_memory.look_inside(rank, world, 3, 1.0)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
+@on_ranks()
+def test_looking_at_parts(rank, world, stage, tmp_path):
+    """``safe_get_*`` and ``safe_set_*`` read and write what lies in files."""
+    more = {"precision": "bf16", "chaos": 6}
+    without = look_inside(rank, world, in_memory.settings(stage, **more))
+    in_files = look_inside(rank, world, settings(stage, tmp_path, {} if stage == 3 else None, **more))
+    assert all(torch.equal(one, other) for one, other in zip(without[:-1], in_files[:-1], strict=True))
+    assert without[-1] == in_files[-1]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks()
+def test_writes_between_steps(rank, world, stage, tmp_path):
+    """Masters and parameters in files follow what is written, and nothing that was read ahead is used after it."""
+    found = []
+    more = {"precision": "bf16", "chaos": 6}
+    for case in (in_memory.settings(stage, **more), settings(stage, tmp_path, {} if stage == 3 else None, **more)):
+        engine = built(case)
+        weight = engine.module.blocks[0][1].weight
+        go(engine, rank, world, 0, 2)
+        with deepzero.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+            weight.mul_(0.5)
+        evaluated = []
+        engine.eval()
+        with torch.no_grad():
+            evaluated.append(engine(*my_micro_batches(9, rank, world, 2, 1)[0]).item())
+        engine.train()
+        state = {key: value + 0.25 for key, value in engine.module_state_dict().items()}
+        go(engine, rank, world, 2, 3)
+        engine.load_module_state_dict(state)
+        found.append((evaluated, go(engine, rank, world, 3, 5), engine.params_sha256()))
+        engine.destroy()
+    assert found[0] == found[1]
+
+
+# ---- what is refused, and what is left -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"nvme_path": None}, "device=nvme needs the files' folder"),
+    ({"nvme_path": "{folder}/nowhere"}, "is not a folder"),
+    ({"nvme_path": "/proc"}, "no file can be made there"),
+    ({"buffer_count": 4, "pipeline_read": True}, "at least 8"),
+    ({"buffer_count": 11, "pipeline_read": True, "pipeline_write": True}, "at least 12"),
+    ({"delayed_update": True}, r"delayed_update=True: needs zero_optimization\.offload_optimizer\.device=cpu"),
+    ({"device": "gpu"}, "not one of none, cpu, nvme"),
+    ({"device": "cpu", "buffer_count": "many"}, "buffer_count='many' must be a number|an integer"),
+], ids=str)  # fmt: skip
+@on_ranks()
+def test_bad_settings(rank, world, changes, words, tmp_path):
+    given = {key: value.format(folder=tmp_path) if isinstance(value, str) else value for key, value in changes.items()}
+    case = settings(2, tmp_path, pipeline={})
+    case["zero_optimization"]["offload_optimizer"] |= given
+    with pytest.raises(ConfigError, match=words):
+        built(case)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("param", "words"), [
+    ({"max_in_cpu": 900}, "beside nvme all parameters are in files"),
+    ({"buffer_size": 100}, "a bucket has .* elements on a rank"),
+    ({"nvme_path": ""}, "nvme_path=''"),
+], ids=str)  # fmt: skip
+@on_ranks()
+def test_bad_settings_of_parameters(rank, world, param, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        built(settings(3, tmp_path, param, pipeline={}))
+
+
+@on_ranks()
+def test_other_optimizers_are_refused(rank, world, tmp_path):
+    model, case = make_model(), settings(2, tmp_path)
+    del case["optimizer"]
+    with pytest.raises(ConfigError, match="CPUAdam alone, and the optimizer is AdamW"):
+        built(case, model, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+@on_ranks()
+def test_a_disk_without_room_is_refused_before_anything_is_moved(rank, world, tmp_path):
+    """On all ranks, though one of them alone has no room; afterwards the same model trains elsewhere."""
+    model = make_model()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with contextlib.ExitStack() as patches:
+        if rank == 1:
+            patches.enter_context(mock.patch("os.posix_fallocate", full))
+        words = r"masters .*moments .* needed there for each rank .* were free \(No space left on device\)"
+        with pytest.raises(ConfigError, match=("^rank 1: " if rank == 0 else "^") + "zero.offload_optimizer.nvme_path"):
+            try:
+                built(settings(2, tmp_path), model)
+            except ConfigError as error:
+                assert re.search(words, str(error))
+                raise
+    go(built(settings(2, tmp_path), model), rank, world, 0, 2)
+
+
+@on_ranks()
+def test_a_disk_that_fails_in_a_step(rank, world, tmp_path):
+    """One clear error; nothing goes on from half-old states until a checkpoint has been loaded."""
+    engine = built(settings(2, tmp_path, precision="bf16"))
+    losses = go(engine, rank, world, 0, 1)
+    engine.save_checkpoint(tmp_path / "saved")
+    losses += go(engine, rank, world, 1, 3)
+    broken, words = OSError(errno.EIO, "Input/output error"), r"nvme_path=.*has failed .*Input/output error.*load a ch"
+    with mock.patch("os.pwritev", side_effect=broken), pytest.raises(RuntimeError, match=words):
+        go(engine, rank, world, 3, 4)
+    engine.discard_gradients()
+    with pytest.raises(RuntimeError, match="load a checkpoint"):
+        go(engine, rank, world, 3, 4)
+    engine.discard_gradients()
+    engine.load_checkpoint(tmp_path / "saved")
+    assert go(engine, rank, world, 1, 3) == losses[1:]
+
+
+@on_ranks()
+def test_without_direct_io(rank, world, tmp_path):
+    """A file system that takes none: the same bits through the page cache, and the engine says so."""
+    found = []
+    for flags in (None, OSError(errno.EINVAL, "Invalid argument")):
+        with mock.patch("deepzero.offload.file_store.fcntl.fcntl", side_effect=flags, return_value=0):
+            engine = built(settings(3, tmp_path, {}, precision="bf16"))
+        go(engine, rank, world, 0, 3)
+        found.append((engine.params_sha256(), engine.zero.offload.describe(engine.optimizer)))
+        engine.destroy()
+    assert found[0][0] == found[1][0]
+    assert "direct I/O" in found[0][1] and "the file system takes no direct I/O" in found[1][1]
+
+
+@on_ranks()
+def test_two_runs_never_share_a_file_and_none_is_left(rank, world, tmp_path):
+    """Two engines with one folder train as each alone; nothing has a name while they run."""
+    engines = [built(settings(2, tmp_path, precision="bf16")) for _ in range(2)]
+    losses = [go(engine, rank, world, step, step + 1) for step in range(3) for engine in engines]
+    assert losses[::2] == losses[1::2] and list(tmp_path.iterdir()) == []
+    name = next(iter(engines[0].module.parameters()))
+    assert safe_get_full_fp32_param(name).isfinite().all()
+    for engine in engines:
+        engine.destroy()
+
+
+@on_ranks(1)
+def test_pages_of_files_are_given_back(rank, world, tmp_path):
+    """After a step, and after a look at the states: what lies in files takes no memory but buffers."""
+    engine = built(settings(2, tmp_path, precision="bf16", bucket=100_000))
+    go(engine, rank, world, 0, 2)
+    assert mapped_bytes() == 0
+    engine.destroy()
+
+
+def mapped_bytes():
+    """Resident bytes of this process's mappings of files that have no name."""
+    found, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            ours = words[-1] == "(deleted)"
+        elif ours and words[0] == "Rss:":
+            found += int(words[1]) * 1024
+    return found
+
+
+LIMITED = r"""
+import re, resource, sys
+from pathlib import Path
+import torch
+import deepzero
+from deepzero.comm import process_group
+
+device, folder, budget = sys.argv[1], sys.argv[2], int(sys.argv[3])
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(24))).to(torch.bfloat16)
+files = {"nvme_path": folder, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+zero = {"stage": 2, "offload_optimizer": {"device": device, "threads": 1, **files}}
+settings = {
+    "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero,
+    "optimizer": {"type": "CPUAdam", "params": {"lr": 1e-3, "kernel": "chunked"}},
+}
+deepzero.init_distributed()
+data = 1024 * int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+resource.setrlimit(resource.RLIMIT_DATA, (data + budget, data + budget))
+engine = deepzero.initialize(model=model, config=settings)[0]
+for step in range(3):
+    engine.backward(engine(torch.ones(1, 1024, dtype=torch.bfloat16)).float().square().mean())
+    engine.step()
+print("trained", engine.params_sha256())
+engine.destroy()
+process_group.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_states_that_exceed_the_memory_limit(tmp_path):
+    """25 million parameters, 403 MB of states, and 300 MB for everything that this process may still take."""
+    done = {}
+    for device, budget in (("cpu", 300 << 20), ("nvme", 300 << 20), ("cpu", 4 << 30)):
+        command = [sys.executable, "-c", LIMITED, device, str(tmp_path), str(budget)]
+        ended = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=100, check=False)
+        done[device, budget >> 30] = ended.returncode, ended.stdout.strip(), ended.stderr
+    assert done["nvme", 0][0] == 0, done["nvme", 0]
+    assert done["nvme", 0][1].startswith("trained") and done["nvme", 0][1] == done["cpu", 4][1]
+    assert done["cpu", 0][0] != 0 and "the system refuses" in done["cpu", 0][2]
+    assert list(tmp_path.iterdir()) == []
