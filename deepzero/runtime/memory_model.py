@@ -78,7 +78,7 @@ class StateSizes:
 
     compute: int
     accumulation: int
-    moments: int
+    moments: float
     wire: int
     stage: int
     overlap: bool
@@ -127,7 +127,7 @@ def predicted_memory(elements: Elements, world_size: int, sizes: StateSizes) -> 
         "parameters": whole * sizes.compute + parted * sizes.compute // world_size,
         "gradients": numel * sizes.unreduced + reduced,
         "masters": numel * master // share,
-        "moments": numel * sizes.moments // share,
+        "moments": int(numel * sizes.moments) // share,
     }
 
 
@@ -176,7 +176,7 @@ def offloaded_memory(
         "host_masters": 4 * elements.host_masters,
         "host_moments": sizes.moments * elements.host_optimizer,
     }
-    return {category: total // world_size for category, total in forms.items()}
+    return {category: int(total) // world_size for category, total in forms.items()}
 
 
 def bucket_bytes(
@@ -404,7 +404,7 @@ def build_ledger(
     sizes = StateSizes(
         compute=dtypes.compute.itemsize,
         accumulation=dtypes.accumulation.itemsize,
-        moments=built.moment_bytes,
+        moments=0,  # see _states
         wire=dtypes.wire.itemsize,
         stage=config.zero.stage,
         overlap=config.zero.overlap_comm,
@@ -484,6 +484,17 @@ def _states(built: ZeroComponents, world: int, sizes: StateSizes) -> tuple[dict[
         return offloaded_memory(persistent, trained, _on_host(built, count), world, sizes, copies), trained
 
     (memory, _), (padding, trained) = forms(_true), forms(_rest)
+    # Moments are counted by optimizer group, of which each may keep other ones.
+    kept, rooms = Counter[str](), 0
+    for group in built.groups:
+        states = built.moments[group.optimizer_group]
+        for bucket in group.layout.buckets:
+            side = MOMENTS if group.placement.steps_on_host(bucket) else "moments"
+            kept[side] += sum(states.of(group.shapes[slot.index]) for slot in bucket.slots)
+            rooms += states.per_element * _rest(bucket) * (side == MOMENTS)
+    share = 1 if sizes.stage == 0 else world
+    memory |= {side: kept[side] // share for side in ("moments", MOMENTS) if side in memory}
+    padding[MOMENTS] = rooms // world
     # Flat buffers have padding, tensors of autograd and of the optimizer have none; rooms for moments have.
     padding["moments"] = 0
     if offload is not None and not any(room.numel for room in offload.rooms):
