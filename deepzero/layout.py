@@ -184,7 +184,8 @@ class FlatLayout:
     def whole_fragments(self) -> list[Fragment]:
         """Every parameter as one fragment, lying as in ``flat_P``: what a rank owns when nothing is partitioned."""
         # A parameter without elements has no fragment: optimizers would keep moments of nothing.
-        return [Fragment(slot, 0, slot.offset, slot.numel) for slot in self.slots if slot.numel]
+        slots = (slot for bucket in self.buckets for slot in bucket.slots)
+        return [Fragment(slot, 0, slot.offset, slot.numel) for slot in slots if slot.numel]
 
 
 def bucket_limit(numel: int, reduce_bucket_size: int, allgather_bucket_size: int) -> int:

@@ -25,26 +25,26 @@ from deepzero.utils.closed_pipe import exit_with
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
-    "deepzero/config": (1708, 1150),
-    "deepzero/comm": (4428, 2720),
-    "deepzero/runtime": (3984, 3050),
+    "deepzero/config": (1680, 1150),
+    "deepzero/comm": (4416, 2720),
+    "deepzero/runtime": (4323, 3050),
     "deepzero/runtime/zero": (5940, 4550),
-    "deepzero/offload": (3721, 2500),
-    "deepzero/checkpoint": (3670, 2610),
+    "deepzero/offload": (2801, 2500),
+    "deepzero/checkpoint": (3682, 2610),
     "deepzero/launch": (705, 650),
     "deepzero/health": (651, 560),
     "deepzero/monitor": (2665, 1600),
-    "deepzero/planning": (2282, 1650),
+    "deepzero/planning": (2285, 1650),
     "deepzero/profiling": (1235, 800),
     "deepzero/models": (545, 540),
     "deepzero/data": (527, 400),
     "deepzero/training": (1028, 380),
-    "deepzero/compat": (3342, 1200),
-    "deepzero": (37_963, 23_500),
-    "tools": (6084, 2700),
+    "deepzero/compat": (3340, 1200),
+    "deepzero": (37_337, 23_500),
+    "tools": (6091, 2700),
     "tools/book": (1153, 1000),
     "examples": (766, 700),
-    "tests": (30_963, 17_000),
+    "tests": (31_253, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
@@ -189,7 +189,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
     path = [house[name] for name in reading_path(root)]
     counts = [source.comments_and_code() for source in path]
     density = round(100 * sum(comments for comments, _ in counts) / max(sum(code for _, code in counts), 1), 1)
-    yield Row("lines of the reading path", sum(source.lines for source in path), 5885, 5500, f"{len(path)} files")
+    yield Row("lines of the reading path", sum(source.lines for source in path), 5891, 5500, f"{len(path)} files")
     yield Row("comments per 100 lines of code on it", density, 13, 12, least=True)
 
     package, zero = files_of(house, "deepzero"), files_of(house, "deepzero/runtime/zero")

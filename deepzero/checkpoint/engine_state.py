@@ -47,10 +47,11 @@ class StateRun:
     numel: int
     master: torch.Tensor
     first: int
+    per_tensor: bool = False  # the whole parameter, in its shape
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """The run, 1-D, out of a tensor of the master's extent."""
-        return tensor.detach()[self.first : self.first + self.numel]
+        return flat(tensor)[self.first : self.first + self.numel]
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class EngineState:
             for fragment in group.layout.fragments(self.comm.rank):
                 first, master = fragment.start if group.whole else 0, masters[fragment.slot.index]
                 name = plain_name(group.names[fragment.slot.index])
-                yield StateRun(name, fragment.start, fragment.numel, master, first)
+                yield StateRun(name, fragment.start, fragment.numel, master, first, group.per_tensor)
 
     def frozen_runs(self) -> Iterator[tuple[str, Fragment, torch.Tensor]]:
         """(name, piece, this rank's elements) of partitioned parameters that are not trained."""
@@ -85,17 +86,17 @@ class EngineState:
                 yield plain_name(group.names[fragment.slot.index]), fragment, group.param_fragment(fragment)
 
     def optimizer_state(self, run: StateRun) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What the optimizer keeps for each element, of the master's extent; and for a parameter as a whole.
+        """What the optimizer keeps for each element, of the master's shape; and for a parameter as a whole.
 
         Raises:
-            CheckpointError: it keeps a tensor that is neither.
+            CheckpointError: it keeps a tensor that is neither, for a parameter of which others have parts.
         """
         moments: dict[str, torch.Tensor] = {}
         scalars: dict[str, Any] = {}
         for key, value in self.optimizer.state.get(run.master, {}).items():
             if torch.is_tensor(value) and value.dim() > 0 and value.shape == run.master.shape:
                 moments[key] = value
-            elif torch.is_tensor(value) and value.numel() != 1:
+            elif torch.is_tensor(value) and value.numel() != 1 and not run.per_tensor:
                 raise CheckpointError(
                     f"the optimizer keeps {key!r} of shape {tuple(value.shape)} for parameter {run.name!r}, which is "
                     "neither one value for each element nor a number; such state cannot be saved"

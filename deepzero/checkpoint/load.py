@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 ALL_GATHER, BROADCAST = "checkpoint.all_gather", "checkpoint.broadcast"
 
-_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-"""An optimizer's settings that choose a kernel and no result: the run's own stay."""
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "per_tensor"}
+"""An optimizer's settings that choose a kernel or a layout, and no result: the run's own stay."""
 
 
 Format = Callable[[Path, str | None, EngineState, bool], CheckpointReader | None]
@@ -285,7 +285,7 @@ class Loader:
             if slot.numel and name not in self._absent:
                 master = masters[slot.index]
                 for key, tensor in {MASTER: master, **self._moments(name, master)}.items():
-                    by_key.setdefault(key, []).append((slot, tensor.detach()))
+                    by_key.setdefault(key, []).append((slot, flat(tensor)))
         for values in by_key.values():
             whole = values[0][1].new_empty(bucket.numel)
             for slot, value in values:
@@ -309,7 +309,10 @@ class Loader:
                     for key in set(state) - set(info.tensors) - set(info.state) if info.numel else ():
                         del state[key]
                     for key, encoded in info.state.items():
-                        _set_scalar(state, key, encoded)
+                        if tensor_names(encoded):
+                            state[key] = self.reader.value(encoded).to(master.device)
+                        else:
+                            _set_scalar(state, key, encoded)
         changed = []
         for live, saved in zip(optimizer.param_groups, self.manifest.optimizer["groups"], strict=True):
             for key in [key for key in saved if key in live and key not in _IMPLEMENTATION]:

@@ -312,7 +312,8 @@ def row_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
     for name, buffer in manifest.buffers.items():
         expected[BUFFER, name] = _numel_of(buffer["shape"], f"buffer {name!r}"), buffer["dtype"]
     schedule = manifest.lr_scheduler["state"] if manifest.lr_scheduler else None
-    for name, shape in {**tensor_names(manifest.client_state), **tensor_names(schedule)}.items():
+    states = [info.state for info in manifest.parameters.values()]
+    for name, shape in tensor_names([manifest.client_state, schedule, states]).items():
         expected[CLIENT, name] = _numel_of(shape, f"{CLIENT}/{name}"), None
     for (key, name), promised in expected.items():
         yield from _covered(rows.pop((key, name), []), f"{key} of {name!r}", *promised)
@@ -399,7 +400,8 @@ def _check_parameters(manifest: Manifest) -> None:
                 _need(encoded["dtype"] in ITEMSIZE, f"{what} has dtype {encoded['dtype']!r}")
                 _need(_numel_of(encoded["shape"], what) == 1, f"{what} has shape {encoded['shape']}")
                 value = encoded["value"]
-            number = decode(value, {})
+            stand_ins: dict[str, Any] = dict.fromkeys(tensor_names(value), _AnyTensor())
+            number = decode(value, stand_ins)
             _need(value is encoded or isinstance(number, (bool, int, float)), f"{what} is {number!r}")
 
 

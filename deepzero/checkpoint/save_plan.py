@@ -75,10 +75,10 @@ def collect(
                 state = encode(lr_scheduler.state_dict(), "lr_scheduler", tensors)
                 schedule = {"class": class_name(lr_scheduler), "state": state}
         rng_tensors, rng_numbers = rng.capture(comm.device)
-        trained, scalars = _trained(holdings)
+        trained, scalars = _trained(holdings, own := dict[str, torch.Tensor]())
         entries += trained + (_untrained(holdings) if with_frozen else [])
         entries += [Entry(RNG, f"{comm.rank}.{name}", 0, tensor) for name, tensor in rng_tensors.items()]
-        entries += [Entry(CLIENT, name, 0, tensor) for name, tensor in tensors.items()]
+        entries += [Entry(CLIENT, name, 0, tensor) for name, tensor in (tensors | own).items()]
         plan = plan_shard(entries, {"format": "pt", "deepzero_id": facts["id"], "rank": str(comm.rank)})
         parameters = [row for row in plan.rows if row.key not in (RNG, CLIENT, BUFFER) and not is_own_buffer(row.key)]
         stored = [(row.name, row.key, row.dtype) for row in parameters]
@@ -113,8 +113,11 @@ def collect(
     return SavePlan(plan, manifest, sum(nbytes for *_, nbytes in everyone))
 
 
-def _trained(holdings: EngineState) -> tuple[list[Entry], dict[str, Any]]:
-    """This rank's masters and moments, and by name what the optimizer keeps for a parameter as a whole."""
+def _trained(holdings: EngineState, own: dict[str, torch.Tensor]) -> tuple[list[Entry], dict[str, Any]]:
+    """This rank's masters and moments, and by name what the optimizer keeps for a parameter as a whole.
+
+    Of the latter, tensors (Adafactor's rows and columns) are put into ``own``, each under a name of its own.
+    """
     by_key: dict[str, list[Entry]] = {}  # so that what a reader wants of one key lies together
     scalars = {}
     for run in holdings.runs():
@@ -128,7 +131,8 @@ def _trained(holdings: EngineState) -> tuple[list[Entry], dict[str, Any]]:
                 )
         for key, tensor in {MASTER: run.master, **moments}.items():
             by_key.setdefault(key, []).append(Entry(key, run.name, run.start, run.cut(tensor)))
-        scalars[run.name] = {key: _scalar(v, f"optimizer state {key!r} of {run.name}") for key, v in rest.items()}
+        where = f"optimizer state {{!r}} of {run.name}".format
+        scalars[run.name] = {key: _scalar(value, where(key), own) for key, value in rest.items()}
     return [entry for entries in by_key.values() for entry in entries], scalars
 
 
@@ -149,8 +153,10 @@ def _buffers(holdings: EngineState) -> list[Entry]:
     return [Entry(buffer_key(rank) if rank else BUFFER, name, 0, values[name].clone()) for name in kept]
 
 
-def _scalar(value: Any, where: str) -> Any:
-    """A 0-dimensional tensor becomes a number with its dtype."""
+def _scalar(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """A tensor of one element becomes a number with its dtype; a larger one is put into ``tensors``."""
+    if torch.is_tensor(value) and value.numel() != 1:
+        return encode(value, where, tensors)
     if torch.is_tensor(value):
         return {"dtype": DTYPES[value.dtype], "shape": list(value.shape), "value": _plain(value.item(), where)}
     return _plain(value, where)

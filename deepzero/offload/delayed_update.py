@@ -82,7 +82,7 @@ class DelayedOptimizerShard(HostOptimizerShard):
         grads = [[part.grad.detach() for part in upload.sub_group] for upload in self.uploads]
         self.gradients.swap()
         for part, grad in zip(self.parts, self._grad_fragments(), strict=True):
-            part.grad.set_(grad)  # type: ignore[call-overload]
+            part.grad.set_(grad.view_as(part.grad))  # type: ignore[call-overload]
         self.update_pending, self._update = True, Future()
         # No daemon: a program that ends meanwhile waits for it.
         try:

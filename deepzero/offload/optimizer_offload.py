@@ -128,7 +128,8 @@ class Offload:
                         if key not in columns:
                             column, room = room.tensor_split([extent * value.itemsize])
                             columns[key] = column.view(value.dtype)
-                        state[key] = columns[key][fragment.shard_start :][: fragment.numel].copy_(value)
+                        column = columns[key][fragment.shard_start :][: fragment.numel]
+                        state[key] = column.view_as(value).copy_(value)
 
     def build_shard(
         self, optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup], *given: Any, **more: Any
@@ -407,7 +408,7 @@ class HostParamUpload:
         """Send what the masters hold, without a step: they have been loaded."""
         for out, master in zip(self.output_fragments(), self.masters, strict=True):
             if out is not None:
-                out.copy_(master)
+                out.copy_(master.view(-1))
         self.send()
 
 

@@ -2,5 +2,6 @@
 
 from deepzero.ops import adam
 from deepzero.ops.adam import CPUAdam, FusedAdam
+from deepzero.runtime.muon import Muon, muon_groups
 
-__all__ = ["CPUAdam", "FusedAdam", "adam"]
+__all__ = ["CPUAdam", "FusedAdam", "Muon", "adam", "muon_groups"]

@@ -217,7 +217,7 @@ def _build(program: TrainStep, who: DryRunRank, arrived: list[str]) -> DeepSpeed
             param.register_hook(lambda _, name=name: arrived.append(name))
     trained = [param for param in model.parameters() if param.requires_grad]
     on_host = config.zero.offload_optimizer.device != "none"
-    optimizer = build_optimizer(config.optimizer, trained, on_host, without_values)
+    optimizer = build_optimizer(config.optimizer, trained, on_host, without_values, model)
     engine = DeepSpeedEngine(model, optimizer, config, comm=comm)
     vars(engine.zero.optimizer_shard)["_optimizer_step"] = _nothing
     return engine

@@ -24,11 +24,11 @@ from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.layout import bucket_limit
 from deepzero.planning.clusters import Cluster
-from deepzero.planning.dry_run import ClusterShape, TrainStep, loss_of
+from deepzero.planning.dry_run import ClusterShape, TrainStep, loss_of, quiet
 from deepzero.planning.op_cost import WorkMeter, fused_attention
 from deepzero.runtime.build import Dtypes
 from deepzero.runtime.memory_model import Elements, HostElements, StateSizes, offloaded_memory, predicted_memory
-from deepzero.runtime.optimizer_state import moment_bytes_per_element
+from deepzero.runtime.optimizer_state import moment_bytes
 from deepzero.runtime.optimizers import build_optimizer
 
 Offloaded = Literal["none", "optimizer", "optimizer_and_param"]
@@ -110,9 +110,10 @@ class Estimator:
         self.run, self.make, self.cluster, self.world = run, make, cluster, world
         self.nodes = Nodes(world.world_size, run.engine.comm.ranks_per_node or world.ranks_of_host)
         self.dtypes = Dtypes.of(run.engine)
-        optimizer = build_optimizer(run.engine.optimizer, [torch.nn.Parameter(torch.zeros(64))])
-        self.moments = moment_bytes_per_element(optimizer, torch.device("cpu"))
+        self.optimizer = run.engine.optimizer
+        build_optimizer(self.optimizer, [torch.nn.Parameter(torch.zeros(64))])  # can refuse its settings
         self.numel = self.largest = 0
+        self.moments = 0.0  # bytes per element; a mean, as Muon keeps half of what AdamW does
         self._probes: dict[bool, tuple[list[float], list[float]]] = {}
 
     def of(self, world: ClusterShape) -> Estimator:
@@ -133,12 +134,12 @@ class Estimator:
             for micro_batch in MICRO_BATCHES:
                 found = [self._run_once(depth, micro_batch, checkpointing) for depth in depths]
                 rows.append([_on_line(layers, depths, values) for values in zip(*found, strict=True)])
-            self.numel = round(rows[-1][0])
+            self.numel, self.moments = round(rows[-1][0]), rows[-1][3] / rows[-1][0]
             self._probes[checkpointing] = [row[1] for row in rows], [row[2] for row in rows]
         return self._probes[checkpointing]
 
-    def _run_once(self, depth: int, micro_batch: int, checkpointing: bool) -> tuple[float, float, float]:
-        """Elements of the model of so many blocks; bytes beside the parameters, and seconds, of one micro-batch.
+    def _run_once(self, depth: int, micro_batch: int, checkpointing: bool) -> tuple[float, float, float, float]:
+        """Of so many blocks: elements; bytes beside the parameters, and seconds, of a micro-batch; bytes of states.
 
         Gradients go as soon as they are there: they are ZeRO's to keep, and its closed forms count them.
         """
@@ -162,7 +163,15 @@ class Estimator:
         sizes = [param.numel() for param in model.parameters()]
         self.largest = max(self.largest, *sizes)
         ops = zip(meter.work.flops, meter.work.bytes, strict=True)
-        return sum(sizes), held, sum(self.cluster.op_seconds(flops, moved) for flops, moved in ops)
+        seconds = sum(self.cluster.op_seconds(flops, moved) for flops, moved in ops)
+        return sum(sizes), held, seconds, self._state_bytes(model)
+
+    def _state_bytes(self, model: torch.nn.Module) -> int:
+        with quiet():
+            optimizer = build_optimizer(self.optimizer, list(model.parameters()), model=model)
+        groups = enumerate(optimizer.param_groups)
+        kept = [(moment_bytes(optimizer, torch.device("cpu"), index), group["params"]) for index, group in groups]
+        return sum(states.of(param.shape) for states, params in kept for param in params)
 
     def __call__(self, setting: Setting) -> Estimate:
         """Memory and time of one setting."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,13 +23,14 @@ from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.config.zero import ZeroConfig
-from deepzero.layout import OffloadPlan, bucket_limit, plan_layout
+from deepzero.layout import OffloadPlan, bucket_limit
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.offload_plan import build_host, plan_offload
 from deepzero.offload.optimizer_offload import Offload
 from deepzero.runtime.consistency import TrainedParameters
 from deepzero.runtime.memory_model import build_ledger, predict_unquantized
-from deepzero.runtime.optimizer_state import allocate_state, moment_bytes_per_element
+from deepzero.runtime.optimizer_state import allocate_state, moment_bytes
+from deepzero.runtime.per_tensor import StateBytes, is_per_tensor, plan_group
 from deepzero.runtime.zero.gradient_reduction import GradientReducer, UnreducedGradients, reduce_order
 from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
 from deepzero.runtime.zero.optimizer_shard import GroupLayout, OptimizerShard, ParamGroup
@@ -71,7 +72,8 @@ class ZeroComponents:
     reducer: BucketReducer
     stage: ZeroStage1And2 | ZeroStage3
     dtypes: Dtypes
-    moment_bytes: int
+    moments: list[StateBytes]
+    """Of each optimizer group: what it keeps for a parameter."""
     offload: Offload | None
     """What lives in host memory, if anything does."""
     optimizer_shard: OptimizerShard
@@ -143,18 +145,20 @@ def build_zero(
     # ---- plan, from sizes alone: what can be refused is refused before a tensor has moved
     check_unclaimed(names)
     chosen = choose_parameters(names, arrival, optimizer)
-    moment_bytes = _moment_bytes(optimizer, config, comm.device)
+    moments = _moments(optimizer, config, comm.device)
+    whole = {index for index, group in enumerate(optimizer.param_groups) if is_per_tensor(optimizer, group)}
     if zero.stage == 3:
-        planned, limit = plan_partitioning(names, chosen, zero, comm.world_size)
+        planned, limit = plan_partitioning(names, chosen, zero, comm.world_size, whole)
     else:
-        planned, limit = plan_groups(chosen, config, comm.world_size), 0
+        planned, limit = plan_groups(chosen, config, comm.world_size, whole), 0
     placements = plan_offload(planned, zero, dtypes.compute)
     # A second bucket is filled while the first is under way; with one rank, or without overlap, none ever is.
     depth = 2 if zero.overlap_comm and comm.world_size > 1 else 1
     # The arena comes before the parameters are cut: masters and shards are carved from it as they are made.
     offload = build_host(
-        planned, placements, zero, comm, (dtypes.compute, dtypes.accumulation), moment_bytes, depth, optimizer
-    )
+        planned, placements, zero, comm, (dtypes.compute, dtypes.accumulation),
+        [kept.per_element for kept in moments], depth, optimizer,
+    )  # fmt: skip
 
     # ---- move: from the first parameter that is cut the model is deepzero's, and after an error nobody's
     with lost_on_error(model):
@@ -191,8 +195,7 @@ def build_zero(
             # The CPU steps bucket by bucket; the parameters of one are published while it steps on the next.
             offload.shard.on_uploaded = stage.arrived
         built = ZeroComponents(
-            groups, unreduced, reducer, stage, dtypes, next((size for size in moment_bytes if size), 0),
-            offload, shard, TrainedParameters(model, groups),
+            groups, unreduced, reducer, stage, dtypes, moments, offload, shard, TrainedParameters(model, groups),
         )  # fmt: skip
         build_ledger(built, optimizer, config, comm, micro_batches)
         monitor = build_quantization_monitor(
@@ -245,25 +248,27 @@ def choose_parameters(
     ]
 
 
-def plan_groups(chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, world_size: int) -> list[GroupLayout]:
-    """Stages 0-2: the layout of the trainable parameters, one group per optimizer group."""
+def plan_groups(
+    chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, world_size: int, whole: Container[int] = ()
+) -> list[GroupLayout]:
+    """Stages 0-2: the layout of the trainable parameters, one group per optimizer group; those of ``whole`` uncut."""
     # One limit for all groups: buckets of a small group are not cut smaller than those of a large one.
     total = sum(param.numel() for params in chosen for param in params)
     limit = bucket_limit(total, config.zero.reduce_bucket_size, config.zero.allgather_bucket_size)
-    cut = partial(plan_layout, world_size=world_size, bucket_limit=limit, shard_align=config.zero.shard_align)
+    plan = lambda params, index: plan_group(params, world_size, limit, index in whole, config.zero.shard_align)
     return [
-        GroupLayout(params, cut([p.numel() for p in params]), index, partitioned=False)
+        GroupLayout(params, plan(params, index), index, False, index in whole)
         for index, params in enumerate(chosen)
         if params
     ]
 
 
-def _moment_bytes(optimizer: torch.optim.Optimizer, config: EngineConfig, device: torch.device) -> list[int]:
-    # Per element, of each optimizer group. The user's optimizer is tried, for its class alone says too little: on the
-    # CPU where that will step, and where the device has no memory.
+def _moments(optimizer: torch.optim.Optimizer, config: EngineConfig, device: torch.device) -> list[StateBytes]:
+    # Of each optimizer group. The user's optimizer is tried, for its class alone says too little: on the CPU where that
+    # will step, and where the device has no memory.
     on_cpu = config.zero.offload_optimizer.device != "none" or device.type == "meta"
     steps_on = torch.device("cpu") if on_cpu else device
-    return [moment_bytes_per_element(optimizer, steps_on, index) for index in range(len(optimizer.param_groups))]
+    return [moment_bytes(optimizer, steps_on, index) for index in range(len(optimizer.param_groups))]
 
 
 # ---- move ------------------------------------------------------------------------------------------------------------
@@ -334,7 +339,7 @@ def set_optimizer_params(optimizer: torch.optim.Optimizer, groups: Sequence[Para
         for fragment, master in zip(flat_group.fragments, flat_group.masters, strict=True):
             for key, value in old_state.get(flat_group.params[fragment.slot.index], {}).items():
                 if torch.is_tensor(value) and value.dim() > 0 and value.numel() == fragment.slot.numel:
-                    cut = value.reshape(-1)[fragment.start : fragment.start + fragment.numel]
+                    cut = value.reshape(-1)[fragment.start : fragment.start + fragment.numel].view(master.shape)
                     value = cut.to(device=master.device, dtype=torch.float32, copy=True)
                 elif torch.is_tensor(value):
                     value = value.clone()

@@ -4,7 +4,8 @@ ZeRO gives each rank's optimizer 1-D fp32 tensors, the *masters*, each a slice o
 optimizer that is **elementwise**: a new value depends on the old value, gradients and state at the same place and on
 nothing else. SGD, Adam and their kin are. LAMB and LARS (norm of a whole layer), Adafactor (rows and columns), Muon
 (matrices), Shampoo and L-BFGS are not, and would train *wrongly and silently* on slices. A list of names would not have
-the next one, or the user's own, so :func:`check_elementwise` tries.
+the next one, or the user's own, so :func:`check_elementwise` tries. What is declared *per tensor* gets whole tensors,
+and is tried on such.
 
 The trial must run *the user's object*, with its settings, and must not touch its parameters, its state, its counters,
 its hooks or the random number generators. A copy will not do: ``copy.copy`` and ``copy.deepcopy`` of a torch optimizer
@@ -27,6 +28,7 @@ import torch
 
 from deepzero.config.strict import ConfigError
 from deepzero.device import accelerator_of
+from deepzero.runtime.per_tensor import is_per_tensor
 
 SHAPE = (6, 8)
 """Of the matrix in the trial."""
@@ -125,53 +127,93 @@ def check_elementwise(optimizer: torch.optim.Optimizer, in_turn: bool = False, c
 
     Three steps on a matrix, and the same numbers once more in two 1-D slices with nothing in common, as they would lie
     on two ranks; the second slice's gradients are thirty times larger, so that a norm over everything shows. The
-    results must agree to 1e-6. Settings are those of ``optimizer``, except the learning rate, which may be 0 at the
-    start of a schedule and would show nothing. Parameters, state and random numbers are left as they are.
+    results must agree to 1e-6. A group that is declared per tensor (:mod:`deepzero.runtime.per_tensor`) steps on two
+    whole tensors instead, together and each alone. Settings are those of ``optimizer``, except the learning rate, which
+    may be 0 at the start of a schedule and would show nothing. Parameters, state and random numbers are left as they
+    are.
 
     Raises:
-        ConfigError: the results differ, or the optimizer does not run on 1-D tensors with dense gradients and without
+        ConfigError: the results differ, or the optimizer does not run on such tensors with dense gradients and without
             a closure.
 
     Example:
         >>> check_elementwise(torch.optim.AdamW([torch.zeros(2, 2, requires_grad=True)]))
     """
     tried: list[str] = []
+    name = type(optimizer).__name__
     for group in optimizer.param_groups:
-        settings = repr(settings_of(group))
-        if group["params"] and settings not in tried:
-            tried.append(settings)
-            problem = _try_group(optimizer, group, in_turn, cut)
+        whole, dims = is_per_tensor(optimizer, group), sorted({param.dim() for param in group["params"]})
+        settings = repr((settings_of(group), dims if whole else ()))
+        if not group["params"] or settings in tried:
+            continue
+        tried.append(settings)
+        device = group["params"][0].device
+        for trials in [_tensors(d, device) for d in dims] if whole else [_slices(device, cut)]:
+            problem = _try_group(optimizer, group, trials, in_turn)
+            if problem and whole:
+                raise ConfigError(
+                    f"a param group of {name} is declared per tensor, so each tensor's new value may depend on that "
+                    f"tensor, its gradients and its state alone. {name} {problem}; ZeRO gives each tensor to one rank, "
+                    "which has the others not"
+                )
             if problem:
                 raise ConfigError(
                     "ZeRO gives each rank a 1-D slice of the parameters, so the optimizer must be elementwise: each "
-                    "new value may depend on the value, gradients and state at the same place alone. "
-                    f"{type(optimizer).__name__} {problem}; use AdamW, Adam, SGD or another elementwise optimizer"
+                    f"new value may depend on the value, gradients and state at the same place alone. {name} {problem};"
+                    " use AdamW, Adam, SGD or another elementwise optimizer. One that needs whole tensors, each by "
+                    "itself (Muon, Adafactor, LAMB, Shampoo), has to say so: 'per_tensor': True in its param groups"
                 )
 
 
-def _try_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], in_turn: bool, cut: bool) -> str | None:
-    """What speaks against the optimizer with the settings of ``group``; None: nothing."""
-    device = group["params"][0].device
-    generator = torch.Generator().manual_seed(0)  # on the CPU: all ranks come to one verdict
-    start, *grads = (torch.randn(SHAPE, generator=generator) for _ in range(1 + STEPS))
+Trial = tuple[torch.Tensor, Sequence[torch.Tensor]]
+"""A tensor's values, and its gradients in each of the :data:`STEPS`."""
+
+
+def _random(shape: Sequence[int], device: torch.device, seed: int, factor: float = 1.0) -> Trial:
+    generator = torch.Generator().manual_seed(seed)  # on the CPU: all ranks come to one verdict
+    start, *grads = (torch.randn(shape, generator=generator).to(device) for _ in range(1 + STEPS))
+    return start, [grad * factor for grad in grads]
+
+
+def _slices(device: torch.device, cut: bool) -> tuple[list[Trial], list[Trial]]:
+    """A matrix, and what ranks would have of it."""
+    start, grads = _random(SHAPE, device, 0)
     for grad in grads:
         grad.view(-1)[CUT:].mul_(30.0)
-    start, grads = start.to(device), [grad.to(device) for grad in grads]
-    flat, flat_grads = start.reshape(-1), [grad.reshape(-1) for grad in grads]
     cuts = (slice(0, CUT), slice(CUT, None)) if cut else (slice(None),)
+    return [(start, grads)], [(start.view(-1)[one], [grad.view(-1)[one] for grad in grads]) for one in cuts]
+
+
+def _tensors(dims: int, device: torch.device) -> tuple[list[Trial], list[Trial]]:
+    """Two tensors of so many dimensions, wide and tall, together and apart."""
+    shape = (*SHAPE, 2, 3, 2)[:dims]
+    both = [_random(shape, device, 0), _random(shape[::-1], device, 1, 30.0)]
+    return both, both
+
+
+def _try_group(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], trials: tuple[list[Trial], list[Trial]], in_turn: bool
+) -> str | None:
+    """What speaks against the optimizer with the settings of ``group``; None: nothing.
+
+    ``trials``: what it steps on at once, and the same elements in the pieces that ranks would have.
+    """
+    at_once, pieces = trials
     try:
-        whole = _run(optimizer, group, start, grads).reshape(-1)
-        slices = torch.cat([_run(optimizer, group, flat[one], [grad[one] for grad in flat_grads]) for one in cuts])
-        turns = _run(optimizer, group, flat, flat_grads, cuts) if in_turn else slices
+        whole = _run(optimizer, group, at_once)
+        apart = torch.cat([_run(optimizer, group, [piece]) for piece in pieces])
+        turns = _run(optimizer, group, pieces, in_turn) if in_turn else apart
     except ConfigError:
         raise
     except Exception as error:  # a foreign step() may raise anything
-        return f"failed in a trial on such slices ({type(error).__name__}: {error})"
-    if torch.equal(whole, flat):
+        what = "slices" if pieces[0][0].dim() < at_once[0][0].dim() else "tensors"
+        return f"failed in a trial on such {what} ({type(error).__name__}: {error})"
+    if torch.equal(whole, torch.cat([start.reshape(-1) for start, _ in at_once])):
         return f"moved nothing in a trial of {STEPS} steps, so this cannot be tested"
+    kind, all_of_it = ("slice", "the whole") if at_once is not pieces else ("tensor", "several at once")
     for found, what in (
-        (slices, "for slices than for the whole"),
-        (turns, "when it stepped on one slice after another"),
+        (apart, f"for {kind}s than for {all_of_it}"),
+        (turns, f"when it stepped on one {kind} after another"),
     ):
         difference = (whole - found).abs().max().item()
         if not difference <= TOLERANCE * max(1.0, whole.abs().max().item()):
@@ -180,14 +222,10 @@ def _try_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], in_tu
 
 
 def _run(
-    optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
-    start: torch.Tensor,
-    grads: Sequence[torch.Tensor],
-    cuts: Sequence[slice] = (slice(None),),
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], trials: Sequence[Trial], in_turn: bool = False
 ) -> torch.Tensor:
-    """The parameter that ``start`` becomes after one step for each of ``grads``, on one of its ``cuts`` at a time."""
-    params, real = [start[cut].clone().requires_grad_() for cut in cuts], group["params"][0]
+    """What the tensors become, end to end: all step at once, or in every step one after the other."""
+    params, real = [start.clone().requires_grad_() for start, _ in trials], group["params"][0]
     settings, made = settings_of(group), optimizer.state.get(real)
     if "lr" in settings:
         settings["lr"] = torch.full_like(settings["lr"], LR) if torch.is_tensor(settings["lr"]) else LR
@@ -195,8 +233,11 @@ def _run(
         lent.param_groups = [{**settings, "params": params}]
         if made:
             lent.state.update((param, state_like(made, real, param)) for param in params)
-        for grad, cut, param in ((grad, *pair) for grad in grads for pair in zip(cuts, params, strict=True)):
-            param.grad = grad[cut].clone()
-            lent.step()
-            param.grad = None
-    return torch.cat([param.detach() for param in params])
+        for step in range(STEPS):
+            for turn in [[place] for place in range(len(params))] if in_turn else [range(len(params))]:
+                for place in turn:
+                    params[place].grad = trials[place][1][step].clone()
+                lent.step()
+                for param in params:
+                    param.grad = None
+    return torch.cat([param.detach().reshape(-1) for param in params])

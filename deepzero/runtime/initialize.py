@@ -297,7 +297,8 @@ def _optimizer(
         return made
     if optimizer is not None or settings.optimizer is None:
         raise ConfigError(f"optimizer= must be a torch optimizer or a callable that makes one, not {optimizer!r}")
-    return build_optimizer(settings.optimizer, parameters, settings.zero.offload_optimizer.device != "none")
+    on_host = settings.zero.offload_optimizer.device != "none"
+    return build_optimizer(settings.optimizer, parameters, on_host, model=model)
 
 
 def _warn_of_two(argument: str, given: Any, block: Any) -> None:

@@ -81,7 +81,7 @@ class StateSizes:
 
     compute: int
     accumulation: int
-    moments: int
+    moments: float
     wire: int
     stage: int
     overlap: bool
@@ -130,7 +130,7 @@ def predicted_memory(elements: Elements, world_size: int, sizes: StateSizes) -> 
         "parameters": whole * sizes.compute + parted * sizes.compute // world_size,
         "gradients": numel * sizes.unreduced + reduced,
         "masters": numel * master // share,
-        "moments": numel * sizes.moments // share,
+        "moments": int(numel * sizes.moments) // share,
     }
 
 
@@ -179,7 +179,7 @@ def offloaded_memory(
         "host_masters": 4 * elements.host_masters,
         "host_moments": sizes.moments * elements.host_optimizer,
     }
-    return {category: total // world_size for category, total in forms.items()}
+    return {category: int(total) // world_size for category, total in forms.items()}
 
 
 def bucket_bytes(
@@ -225,7 +225,8 @@ def file_buffer_bytes(
 ) -> int:
     """What of the host's memory stands before files: for sums one buffer a slot, for steps, and for fetches.
 
-    ``placements`` of all groups, and whether they are partitioned. Each buffer begins at a block.
+    ``placements`` of all groups, and whether they are partitioned. Each buffer begins at a block. 12 are the bytes of
+    master and moments.
     """
     optimizer, param = zero.offload_optimizer, zero.offload_param
     parts = [b.shard_numel for p, _ in placements if p.trained for b in p.layout.buckets if p.steps_on_host(b)]
@@ -233,7 +234,10 @@ def file_buffer_bytes(
     states, count = 0, min(optimizer.buffer_count // 4, len(parts))
     total = 0
     if optimizer.device == "nvme" and parts:
-        slots, states = 3 if sizes.overlap and world_size > 1 else 2, 4 + sizes.moments + sizes.accumulation
+        slots, states = (
+            3 if sizes.overlap and world_size > 1 else 2,
+            12 + sizes.accumulation,
+        )  # master, two moments, sum
         total += slots * (max(parts) * sizes.accumulation + BLOCK)
     if param.device == "nvme":
         states += sizes.compute if sizes.compute < 4 or not states else 0
@@ -433,7 +437,7 @@ def build_ledger(
     sizes = StateSizes(
         compute=dtypes.compute.itemsize,
         accumulation=dtypes.accumulation.itemsize,
-        moments=built.moment_bytes,
+        moments=0,  # see _states
         wire=dtypes.wire.itemsize,
         stage=config.zero.stage,
         overlap=config.zero.overlap_comm,
@@ -516,6 +520,17 @@ def _states(built: ZeroComponents, world: int, sizes: StateSizes) -> tuple[dict[
         return offloaded_memory(persistent, trained, _on_host(built, count), world, sizes, copies), trained
 
     (memory, _), (padding, trained) = forms(_true), forms(_rest)
+    # Moments are counted by optimizer group, of which each may keep other ones.
+    kept, rooms = Counter[str](), 0
+    for group in built.groups:
+        states = built.moments[group.optimizer_group]
+        for bucket in group.layout.buckets:
+            side = MOMENTS if group.placement.steps_on_host(bucket) else "moments"
+            kept[side] += sum(states.of(group.shapes[slot.index]) for slot in bucket.slots)
+            rooms += states.per_element * _rest(bucket) * (side == MOMENTS)
+    share = 1 if sizes.stage == 0 else world
+    memory |= {side: kept[side] // share for side in ("moments", MOMENTS) if side in memory}
+    padding[MOMENTS] = rooms // world
     # Flat buffers have padding, tensors of autograd and of the optimizer have none; rooms for moments have.
     padding["moments"] = 0
     if offload is not None and not any(room.numel for room in offload.rooms):
@@ -556,7 +571,7 @@ def _file_traffic(built: ZeroComponents, world: int, sizes: StateSizes) -> dict[
             continue
         own, kept = placement.own_masters_at(bucket), placement.keeps_on_host(bucket)
         # Elements that come and go for each of the bucket's, and their bytes.
-        both = [4] * (params if own else states) + [sizes.moments // 2] * (2 * states)
+        both = [4] * (params if own else states) + [4] * (2 * states)
         reads, writes = both + [sizes.accumulation] * states, both + [sizes.compute] * (params and kept and not own)
         sums, true = [sizes.accumulation] * states, bucket.true_numel() / world
         for kind, moved, files, times in (

@@ -9,13 +9,15 @@ compares them for each class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.runtime.elementwise_check import borrowed, settings_of, state_like
+from deepzero.runtime.muon import Muon
+from deepzero.runtime.per_tensor import EXTENTS, StateBytes, is_per_tensor
 
 Group = Mapping[str, Any]
 
@@ -28,6 +30,7 @@ _STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
     torch.optim.RMSprop: ("step", "square_avg"),
     torch.optim.SGD: (),
+    Muon: ("momentum_buffer",),
     CPUAdam: (),
 }
 """What each class starts with, from constants. Exactly these classes: a subclass may do anything. Rprop and ASGD are
@@ -43,7 +46,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
     creates the state itself. No later result changes by a bit in either case.
 
     Args:
-        optimizer: over this rank's masters, 1-D fp32 leaves. State that is there already stays.
+        optimizer: over this rank's masters, fp32 leaves. State that is there already stays.
 
     Example:
         >>> master = torch.ones(3, requires_grad=True)
@@ -56,7 +59,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if not optimizer.state.get(param):
-                state = _initial_state(_class_of(optimizer), group, param)
+                state = _initial_state(_class_of(optimizer, group), group, param)
                 if state is None:
                     unknown.append((group, param))
                 elif state:
@@ -76,8 +79,10 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
                 param.grad = grad
 
 
-def _class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+def _class_of(optimizer: torch.optim.Optimizer, group: Group) -> type[torch.optim.Optimizer]:
     """Whose state it has; a derived class may have another, unless it says (a dry run's) that it ``stands_for`` one."""
+    if type(optimizer) is Muon and not group["use_muon"]:
+        return torch.optim.AdamW
     return getattr(optimizer, "stands_for", type(optimizer))
 
 
@@ -115,11 +120,11 @@ def _initial_state(cls: type[torch.optim.Optimizer], group: Group, param: torch.
 
 def makes_state_in_advance(optimizer: torch.optim.Optimizer) -> bool:
     """Whether :func:`allocate_state` leaves state behind; else the optimizer makes its own in its first step."""
-    return _class_of(optimizer) in _STATES
+    return all(_class_of(optimizer, group) in _STATES for group in optimizer.param_groups)
 
 
-def moment_bytes_per_element(optimizer: torch.optim.Optimizer, device: torch.device, number: int | None = None) -> int:
-    """Bytes of state that ``optimizer`` keeps for one element of a group: one step on a tensor of our own.
+def moment_bytes(optimizer: torch.optim.Optimizer, device: torch.device, number: int | None = None) -> StateBytes:
+    """What ``optimizer`` keeps for the parameters of a group: one step on tensors of our own.
 
     Args:
         optimizer: still over the model's parameters; nothing of it changes.
@@ -129,8 +134,17 @@ def moment_bytes_per_element(optimizer: torch.optim.Optimizer, device: torch.dev
     groups = optimizer.param_groups
     group = groups[number] if number is not None else next(g for g in groups if g["params"])
     if not group["params"]:
-        return 0
-    tensor = torch.zeros(64, device=device).requires_grad_()
+        return StateBytes({})
+    # What is cut is 1-D, whatever it was; what is whole keeps its dimensions, by which the state may go.
+    kinds = {param.dim() for param in group["params"]} if is_per_tensor(optimizer, group) else {1}
+    return StateBytes.of_trial({dims: _state_of(optimizer, group, EXTENTS[:dims], device) for dims in kinds})
+
+
+def _state_of(
+    optimizer: torch.optim.Optimizer, group: Group, shape: Sequence[int], device: torch.device
+) -> list[torch.Tensor]:
+    """The state tensors that one step makes."""
+    tensor = torch.zeros(shape, device=device).requires_grad_()
     tensor.grad = torch.zeros_like(tensor)
     first = group["params"][0]
     state = state_like(optimizer.state[first], first, tensor, values=False) if first in optimizer.state else {}
@@ -140,5 +154,4 @@ def moment_bytes_per_element(optimizer: torch.optim.Optimizer, device: torch.dev
         if state:
             lent.state[tensor] = state
         lent.step()
-        kept = [value for entry in lent.state.values() for value in entry.values() if torch.is_tensor(value)]
-    return sum(value.element_size() for value in kept if value.numel() == tensor.numel())
+        return [value for entry in lent.state.values() for value in entry.values() if torch.is_tensor(value)]

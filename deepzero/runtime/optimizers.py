@@ -22,12 +22,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepzero.config.engine import OptimizerConfig
 from deepzero.config.strict import ConfigError, convert, unknown_key
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.runtime.elementwise_check import check_elementwise
+from deepzero.runtime.muon import Muon, muon_groups
 from deepzero.runtime.optimizer_state import allocate_state
+from deepzero.runtime.per_tensor import PER_TENSOR
 
 __all__ = ["allocate_state", "build_optimizer", "check_elementwise"]
 
@@ -37,8 +40,7 @@ TORCH_ALONE = ("amsgrad", "maximize", "foreach", "capturable", "differentiable",
 """Arguments of torch's Adam that CPUAdam has not: who gives one of them means torch's."""
 
 NOT_HERE = {
-    "lamb": "is not elementwise: it needs the norm of each whole layer, and ZeRO gives a rank slices",
-    "muon": "is not elementwise: it needs whole matrices, and ZeRO gives a rank slices",
+    "lamb": "is not in torch; name a class of yours by its dotted path, with per_tensor=true, as it needs whole layers",
     "lion": "is not in torch; name an elementwise class of yours by its dotted path, for example lion_pytorch.Lion",
     "muadam": "needs the package mup; name its class by its dotted path, mup.MuAdam",
     "muadamw": "needs the package mup; name its class by its dotted path, mup.MuAdamW",
@@ -52,6 +54,7 @@ def build_optimizer(
     params: Iterable[Any],
     on_host: bool = False,
     stand_in: Callable[[type], type] | None = None,
+    model: nn.Module | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer that a config asks for.
 
@@ -62,6 +65,7 @@ def build_optimizer(
         on_host: optimizer states are offloaded: ``Adam`` and ``AdamW`` without ``torch_adam`` are CPUAdam then, as they
             are DeepSpeedCPUAdam in DeepSpeed; ``torch.optim.AdamW`` stays what it is.
         stand_in: what is made for the class; a dry run's CPUAdam does no arithmetic.
+        model: whose modules say which parameters are Muon's matrices.
 
     Returns:
         The optimizer; with ``fused=True`` where the class and the parameters' device can and the config is silent.
@@ -85,6 +89,13 @@ def build_optimizer(
         cls: type[torch.optim.Optimizer] = _deepspeed_adam(config.target, given, on_host)
     else:
         cls = _find_class(config.target)
+    if PER_TENSOR in given:  # a declaration for all groups, and no argument of the class
+        declared = bool(convert(bool, given.pop(PER_TENSOR), f"{WHERE}.{PER_TENSOR}"))
+        plain = [item for item in groups if not isinstance(item, Mapping)]
+        groups = [{"params": plain}] * bool(plain) + [item for item in groups if isinstance(item, Mapping)]
+        groups = [{PER_TENSOR: declared, **group} for group in groups]
+    if cls is Muon and model is not None:
+        groups = muon_groups(model, groups)
     if cls is CPUAdam and "adam_w_mode" in given:  # the word that DeepSpeed's JSON has for the argument
         if "adamw_mode" in given:
             raise ConfigError(f"{WHERE} has both adam_w_mode and adamw_mode, which are the same; keep one")
@@ -134,7 +145,7 @@ def _find_class(target: str) -> type[torch.optim.Optimizer]:
         raise ConfigError(f"optimizer {target!r} {NOT_HERE[target.lower()]}")
     if "." not in target:
         known = {name.lower(): cls for name, cls in vars(torch.optim).items() if _is_optimizer(cls)}
-        known.update(cpuadam=CPUAdam, deepspeedcpuadam=CPUAdam)
+        known.update(cpuadam=CPUAdam, deepspeedcpuadam=CPUAdam, muon=Muon)
         if target.lower() in known:
             return known[target.lower()]
         near = difflib.get_close_matches(target.lower(), known, n=1)
@@ -160,12 +171,12 @@ def _read_arguments(cls: type[torch.optim.Optimizer], given: Mapping[str, Any]) 
     accepted = [p for name, p in inspect.signature(cls).parameters.items() if name != "params"]
     defaults = {p.name: p.default for p in accepted if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in accepted)
-    if cls is CPUAdam:  # its open end takes DeepSpeed's switches, and nothing else
+    if cls in (CPUAdam, Muon):  # their open ends take these, and nothing else
         defaults, open_ended = {**defaults, **cls.switches}, False
     unknown = [name for name in given if name not in defaults]
     if unknown and not open_ended:
         raise unknown_key(unknown[0], defaults, WHERE)
-    defaults |= {"lr": 0.0} if "lr" in defaults else {}
+    defaults |= {name: 0.0 for name in ("lr", "muon_lr", "adam_lr") if name in defaults}
     return {name: _read_value(value, defaults.get(name), f"{WHERE}.{name}") for name, value in given.items()}
 
 
@@ -189,7 +200,8 @@ def _read_value(value: Any, default: Any, path: str) -> Any:
 
 
 def _fused_by_default(cls: Any, arguments: Mapping[str, Any], groups: Sequence[Any]) -> bool:
-    if not cls.__module__.startswith("torch.optim.") or "fused" not in inspect.signature(cls).parameters:
+    torchs = cls.__module__.startswith("torch.optim.") and "fused" in inspect.signature(cls).parameters
+    if not torchs and cls is not Muon:
         return False
     if any(arguments.get(name) is not None for name in ("fused", "foreach")) or arguments.get("differentiable"):
         return False

@@ -13,7 +13,7 @@ from deepzero.config.strict import ConfigError
 from deepzero.layout import plan_layout
 from deepzero.ops import CPUAdam
 from deepzero.runtime.elementwise_check import check_elementwise
-from deepzero.runtime.optimizer_state import moment_bytes_per_element
+from deepzero.runtime.optimizer_state import moment_bytes
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.zero.optimizer_shard import OptimizerShard
 from tests.unit.test_cpu_adam import COMPILED, gradients, leaves, same
@@ -195,7 +195,7 @@ class TestInDeepzero:
         optimizer = CPUAdam(leaves(5), weight_decay=0.1)
         check_elementwise(optimizer)
         assert optimizer.kernel == "auto"
-        assert moment_bytes_per_element(optimizer, torch.device("cpu")) == 8
+        assert moment_bytes(optimizer, torch.device("cpu")).per_element == 8
 
 
 def sparse():

@@ -143,12 +143,6 @@ def test_others_are_refused_and_told_why(make, message):
         check_elementwise(make(model_weights()))
 
 
-@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="this torch has no Muon")
-def test_muon_is_refused():
-    with pytest.raises(ConfigError, match=r"Muon (failed|gave other results)"):
-        check_elementwise(optim.Muon([torch.ones(3, 4, requires_grad=True)]))
-
-
 def test_every_group_is_tried():
     first, second = model_weights()
     groups = [{"params": [first], "trust": False}, {"params": [second], "trust": True}]

@@ -74,8 +74,7 @@ class TestNames:
     @pytest.mark.parametrize(("target", "message"), [
         ("AdamX", r"unknown optimizer 'AdamX'. Did you mean 'Adam\w*'\? Known: .*SGD"),
         ("Optimizer", r"unknown optimizer 'Optimizer'"),
-        ("Lamb", r"'Lamb' is not elementwise: it needs the norm of each whole layer"),
-        ("muon", r"'muon' is not elementwise"),
+        ("Lamb", r"'Lamb' is not in torch; name a class of yours by its dotted path, with per_tensor=true"),
         ("Lion", r"dotted path"),
         ("no.such.module.Adam", r"'no.such.module.Adam' cannot be imported"),
         ("torch.optim.Nothing", r"'torch.optim.Nothing' cannot be imported"),

@@ -51,6 +51,7 @@ class GroupLayout:
     layout: FlatLayout
     optimizer_group: int | None  # None: not trained
     partitioned: bool  # stage 3: every rank keeps a part
+    per_tensor: bool = False  # laid out so that no parameter is cut: the optimizer gets each in its shape
 
 
 class ParamGroup:
@@ -83,6 +84,7 @@ class ParamGroup:
         whole: bool = False,
     ) -> None:
         self.names, self.layout, self.dtype, self.whole = list(names), planned.layout, dtype, whole
+        self.shapes, self.per_tensor = [param.shape for param in planned.params], planned.per_tensor
         self.comm, self.device = comm, comm.device
         self.optimizer_group: Any = planned.optimizer_group  # its index; None: not trained
         # Called before parameters are written from outside; may refuse.
@@ -127,14 +129,15 @@ class ParamGroup:
         for fragment in self.fragments if self.optimizer_group is not None else ():
             separate = self.separate_masters(fragment.shard_start, fragment.numel)
             master = self.param_fragment(fragment) if separate is None else separate
-            self.masters.append(master.detach().requires_grad_())
+            shown = master.detach().view(self.shapes[fragment.slot.index]) if self.per_tensor else master.detach()
+            self.masters.append(shown.requires_grad_())
 
     def separate_master(self, index: int) -> tuple[Fragment, torch.Tensor] | None:
-        """This rank's fragment of a parameter, and its master; None where it has none, or the parameter is its own."""
+        """This rank's fragment of a parameter, and its master, 1-D; None: it has none, or the parameter is its own."""
         number = self._numbers.get(index)
         if number is None or self.separate_masters(self.fragments[number].shard_start, 0) is None:
             return None
-        return self.fragments[number], self.masters[number]
+        return self.fragments[number], self.masters[number].detach().view(-1)
 
     def master_of(self, bucket: Bucket) -> torch.Tensor:
         """The masters of what :meth:`param_shard` names, padding included; in fp32 it is that tensor itself."""
@@ -189,8 +192,8 @@ class ParamGroup:
 class MasterFragment:
     """One tensor of the optimizer's, and where its gradient lies."""
 
-    master: torch.Tensor  # 1-D fp32 leaf
-    grad: torch.Tensor  # reduced: a sum, of the master's extent, in the accumulation dtype
+    master: torch.Tensor  # fp32 leaf; 1-D, or in a per-tensor group the parameter's shape
+    grad: torch.Tensor  # reduced: a sum, of the master's shape, in the accumulation dtype
 
 
 SubGroup = Sequence[MasterFragment]
@@ -252,7 +255,8 @@ class OptimizerShard:
         extent = lambda group: group.layout.padded_numel if whole_sums else self._device_numel(group)
         self.grad_S = [torch.zeros(extent(group), dtype=grad_dtype, device=group.device) for group in groups]
         masters = (master for group in self.groups for master in group.masters)
-        self.parts = [MasterFragment(*pair) for pair in zip(masters, self._grad_fragments(), strict=True)]
+        pairs = zip(masters, self._grad_fragments(), strict=True)
+        self.parts = [MasterFragment(master, grad.view_as(master)) for master, grad in pairs]
         # Masters and gradients stay where they are from step to step, so the fragments are cut once.
         self._master_ids = {id(part.master) for part in self.parts}
         self.sub_groups = cut_into_sub_groups(self._device_parts(), sub_group_size)
@@ -365,7 +369,7 @@ class OptimizerShard:
                 self._unscale_and_step(sub_group, divisor)
                 for part, out in zip(sub_group, outs or [], strict=outs is not None):
                     if out is not None:
-                        out.copy_(part.master)
+                        out.copy_(part.master.view(-1))
         finally:
             self._allowed = False
 

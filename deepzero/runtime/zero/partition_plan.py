@@ -8,7 +8,7 @@ In the order of the build: :func:`plan_partitioning` groups the parameters and c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,7 +16,8 @@ from torch import nn
 
 from deepzero.comm.collectives import Communicator
 from deepzero.config.zero import ZeroConfig
-from deepzero.layout import FlatLayout, bucket_limit, plan_layout
+from deepzero.layout import FlatLayout, bucket_limit
+from deepzero.runtime.per_tensor import plan_group
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
 from deepzero.runtime.zero.optimizer_shard import GroupLayout
@@ -32,11 +33,16 @@ def is_real(param: nn.Parameter) -> bool:
 
 
 def plan_partitioning(
-    names: Mapping[nn.Parameter, str], chosen: Sequence[Sequence[nn.Parameter]], config: ZeroConfig, world_size: int
+    names: Mapping[nn.Parameter, str],
+    chosen: Sequence[Sequence[nn.Parameter]],
+    config: ZeroConfig,
+    world_size: int,
+    whole: Container[int] = (),
 ) -> tuple[list[GroupLayout], int]:
     """The groups of trained parameters, then of frozen ones, and how many elements a bucket may have. Pure numbers.
 
-    ``names`` has all parameters, ``chosen`` the trainable ones of each optimizer group, as their gradients arrive.
+    ``names`` has all parameters, ``chosen`` the trainable ones of each optimizer group, as their gradients arrive;
+    ``whole`` are the numbers of the optimizer groups whose parameters are not cut.
     """
     threshold = config.stage3_param_persistence_threshold
     trained = {param for params in chosen for param in params}
@@ -53,9 +59,12 @@ def plan_partitioning(
         cut.append(([p for p in params if p.numel() > threshold], index, True))
         cut.append(([p for p in params if p.numel() <= threshold], index, False))
     cut.append((frozen, None, True))
-    align = config.shard_align
-    layout = lambda params: plan_layout([p.numel() for p in params], world_size, limit, shard_align=align)
-    groups = [GroupLayout(params, layout(params), index, partitioned) for params, index, partitioned in cut if params]
+    plan = lambda params, index: plan_group(params, world_size, limit, index in whole, config.shard_align)
+    groups = [
+        GroupLayout(params, plan(params, index), index, partitioned, index in whole)
+        for params, index, partitioned in cut
+        if params
+    ]
     return groups, limit
 
 

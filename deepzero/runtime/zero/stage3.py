@@ -290,7 +290,7 @@ class PartitionedParamGroup(ParamGroup):
         number = self._numbers.get(index)
         if number is not None:
             fragment = self.fragments[number]
-            self.masters[number].copy_(values[fragment.start : fragment.start + fragment.numel])
+            self.masters[number].view(-1).copy_(values[fragment.start : fragment.start + fragment.numel])
 
     def sync_masters_from_params(self) -> None:
         """Before a step: a write to a gathered parameter is refused; permitted ones have been taken over already."""

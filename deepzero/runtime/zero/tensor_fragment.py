@@ -144,7 +144,7 @@ class ParamFragment:
         if tensor is None:
             return torch.zeros(0, dtype=torch.float32, device=self.group.device)
         # On the device, also when it is kept in host memory: fragments are put together there.
-        return tensor.detach().to(device=self.group.device, dtype=torch.float32, copy=True)
+        return tensor.detach().to(device=self.group.device, dtype=torch.float32, copy=True).view(-1)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's fragment of a whole parameter's extent, 1-D."""
@@ -231,7 +231,7 @@ class ParamFragment:
             )
         state = self.state(key)
         if state is not None:
-            state.copy_(mine)
+            state.copy_(mine.view_as(state))
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class ParamFragment:
         gradients.reduce_now()
         gradients.sums_changed(self.number, self.bucket)
         if self.tensors is not None:
-            self.tensors.grad.copy_(mine * self.divisor())
+            self.tensors.grad.copy_((mine * self.divisor()).view_as(self.tensors.grad))
 
 
 def _refuse_inside_a_pass() -> None:

@@ -1,0 +1,170 @@
+"""Muon for the hidden matrices and AdamW for the rest, as one optimizer; all arithmetic is torch's.
+
+Muon orthogonalises the momentum of a matrix before it is added. It is made for matrices through which activations go:
+embeddings, the output head, norms and biases are trained by AdamW beside it. :func:`muon_groups` tells the two apart.
+
+Groups of matrices are declared per tensor, which is all that ZeRO has to know: :mod:`deepzero.runtime.per_tensor`.
+
+Sources: [PyTorch], ``torch/optim/_muon.py``; [DeepSpeed], ``runtime/engine.py``: the names ``muon_lr``, ``adam_lr`` and
+``use_muon``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepzero.comm import process_group
+from deepzero.runtime.per_tensor import PER_TENSOR
+
+log = logging.getLogger(__name__)
+
+USE_MUON = "use_muon"
+HEADS = ("lm_head", "head", "embed_out", "output_embeddings")
+"""Names by which models call the module that makes logits; Hugging Face's say which it is."""
+
+
+def muon_groups(model: nn.Module, params: Iterable[Any] | None = None) -> list[dict[str, Any]]:
+    """Parameter groups for :class:`Muon`: the hidden matrices of each group, and what is left of it.
+
+    A matrix has two dimensions, and belongs neither to an ``nn.Embedding`` nor, tied or not, to the output head: what
+    the model's ``get_output_embeddings()`` gives, or a module whose own name is in :data:`HEADS`. A parameter's
+    attribute ``use_muon``, as DeepSpeed's scripts set it, has the last word, and a group with that key stays as it is.
+
+    Args:
+        model: whose modules are asked.
+        params: parameters or groups of them; None: all that require a gradient.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+        >>> [(group["use_muon"], len(group["params"])) for group in muon_groups(model)]
+        [(True, 1), (False, 2)]
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    named = [(name.rpartition(".")[2], module) for name, module in model.named_modules()]
+    ends = [m for name, m in named if isinstance(m, nn.Embedding) or name in HEADS or m is head]
+    at_ends = {id(param) for module in ends for param in module.parameters()}
+    is_matrix = lambda p: bool(getattr(p, USE_MUON, p.dim() == 2 and id(p) not in at_ends))
+    listed = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
+    plain = [p[1] if isinstance(p, tuple) else p for p in listed if not isinstance(p, Mapping)]
+    split: list[dict[str, Any]] = []
+    for group in [{"params": plain}, *(item for item in listed if isinstance(item, Mapping))]:
+        inside = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        for use_muon in (True, False):
+            chosen = [p for p in inside if bool(group.get(USE_MUON, is_matrix(p))) is use_muon]
+            split.append({**group, "params": chosen, USE_MUON: use_muon})
+    _tell({param: name for name, param in model.named_parameters()}, split)
+    return [group for group in split if group["params"]]
+
+
+def _tell(names: Mapping[Any, str], groups: Iterable[Mapping[str, Any]]) -> None:
+    """Say which matrices are left to AdamW: a head that no rule knows is missing there."""
+    if process_group.rank() != 0:
+        return
+    matrices, rest = ([p for g in groups for p in g["params"] if g[USE_MUON] is use] for use in (True, False))
+    others = [names.get(p, "?") for p in rest if p.dim() >= 2]
+    log.info(
+        "Muon trains %d matrices of %d elements, AdamW %d other parameters, of which %s have two dimensions or more",
+        len(matrices), sum(p.numel() for p in matrices), len(rest), ", ".join(others) or "none",
+    )  # fmt: skip
+
+
+class Muon(torch.optim.Optimizer):
+    """``torch.optim.Muon`` on groups with ``use_muon=True``, ``torch.optim.AdamW`` on the others, bit for bit.
+
+    Args:
+        params: groups with the key ``use_muon``, from :func:`muon_groups` or made by hand.
+        lr: learning rate of both.
+        muon_lr: of the matrices, instead of ``lr``.
+        adam_lr: of the rest, instead of ``lr``.
+        weight_decay: decoupled, of both.
+        momentum: Muon's.
+        betas: AdamW's.
+        eps: AdamW's.
+        settings: ``nesterov``, ``ns_coefficients``, ``ns_steps``, ``adjust_lr_fn`` are ``torch.optim.Muon``'s, as is
+            ``ns_eps``, its ``eps``; ``fused`` is AdamW's. A group may have any setting of its class itself.
+
+    Raises:
+        ValueError: a setting that torch's classes refuse; matrices of which no group says whose they are.
+        RuntimeError: this torch has no Muon (2.9 is the first).
+
+    Example:
+        >>> weight = torch.ones(2, 3, requires_grad=True)
+        >>> optimizer = Muon([{"params": [weight], "use_muon": True}], lr=0.1)
+        >>> optimizer.param_groups[0]["per_tensor"], optimizer.param_groups[0]["ns_steps"]
+        (True, 5)
+    """
+
+    switches: Mapping[str, Any] = {
+        "nesterov": True, "ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_eps": 1e-7, "ns_steps": 5,
+        "adjust_lr_fn": None, "fused": None,
+    }  # fmt: skip
+    """Settings besides the signature's, with their defaults."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        **settings: Any,
+    ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise RuntimeError(f"torch {torch.__version__} has no Muon; 2.9 is the first that has")
+        unknown = [name for name in settings if name not in self.switches]
+        if unknown:
+            raise ValueError(f"Muon has no setting {unknown[0]!r}; it has {', '.join(self.switches)} and its arguments")
+        kept = {**self.switches, **settings}
+        fused, ns_eps = kept.pop("fused"), kept.pop("ns_eps")
+        shared = {"weight_decay": weight_decay}
+        matrices = {"lr": lr if muon_lr is None else muon_lr, "momentum": momentum, "eps": ns_eps, **kept, **shared}
+        rest = {"lr": lr if adam_lr is None else adam_lr, "betas": betas, "eps": eps, "fused": fused, **shared}
+        groups = _said(params)
+        for group in groups:
+            # torch's own constructors look at the settings and add what is missing.
+            defaults = matrices if group[USE_MUON] else rest
+            own = {key: value for key, value in {**defaults, **group}.items() if key in defaults}
+            group.update(_class_of(group)([group], **own).param_groups[0])
+            group.setdefault(PER_TENSOR, group[USE_MUON])
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step on the parameters that have a gradient; ``closure``, if given, computes the loss anew and returns it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            inner = _class_of(group)([group])
+            inner.state = self.state
+            inner.step()
+        return loss
+
+
+def _class_of(group: Mapping[str, Any]) -> Any:
+    return torch.optim.Muon if group[USE_MUON] else torch.optim.AdamW
+
+
+def _said(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Groups that say whose they are; without a word those that have no matrix are AdamW's."""
+    listed = list(params)
+    plain = [item for item in listed if not isinstance(item, Mapping)]
+    groups = [{"params": plain}] * bool(plain) + [dict(item) for item in listed if isinstance(item, Mapping)]
+    for group in (group for group in groups if USE_MUON not in group):
+        group["params"] = list(group["params"])
+        if any(param.dim() >= 2 for param in group["params"]):
+            raise ValueError(
+                "Muon must be told which of its parameters are hidden matrices: give it "
+                "deepzero.ops.muon_groups(model), or groups with the key 'use_muon'"
+            )
+        group[USE_MUON] = False
+    return groups

@@ -1,0 +1,363 @@
+"""Optimizers that need whole tensors: one owner for each, the same bits in every stage, each orthogonalised once."""
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import deepzero
+from deepzero.comm import process_group
+from deepzero.comm.ledger import off_forms
+from deepzero.config.strict import ConfigError
+from deepzero.ops import Muon, muon_groups
+from deepzero.runtime.diagnostics import gather_report
+from deepzero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_optimizer_state
+from tests.distributed.checkpoints import fingerprints
+from tests.distributed.pool import on_ranks
+from tests.distributed.training import VOCAB, WHOLE, WIDTH, config, my_micro_batches, one_step
+
+MUON = {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1, "adam_lr": 3e-3}}
+BLOCKS = 3
+
+
+class Matrices(nn.Module):
+    """Three blocks with three matrices of two sizes each, which neither 2 nor 4 ranks can share evenly."""
+
+    def __init__(self, frozen=False):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 37), nn.GELU(), nn.Linear(37, WIDTH)
+            )
+            for _ in range(BLOCKS)
+        )  # fmt: skip
+        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if frozen:
+            self.blocks[1][2].weight.requires_grad_(False)
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy(self.lm_head(x).float().flatten(0, 1), labels.flatten())
+
+
+MATRICES = 3 * BLOCKS
+
+
+class Lamb(torch.optim.Optimizer):
+    """Momentum, scaled by the norms of the whole layer; declared by its class."""
+
+    per_tensor = True
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+                param.sub_(momentum, alpha=group["lr"] * float(param.norm() / (momentum.norm() + 1e-6)))
+
+
+class Shampoo(torch.optim.Optimizer):
+    """A preconditioner for each side of a matrix, whose shape is not the parameter's; AdaGrad for the rest."""
+
+    per_tensor = True
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                state, grad = self.state[param], param.grad
+                for dim in range(param.dim()):
+                    flat = grad.transpose(0, dim).reshape(grad.shape[dim], -1)
+                    side = state.setdefault(f"side_{dim}", 1e-3 * torch.eye(grad.shape[dim])).add_(flat @ flat.T)
+                    values, vectors = torch.linalg.eigh(side)
+                    root = vectors * values.clamp(min=1e-6).pow(-0.5 / param.dim()) @ vectors.T
+                    grad = torch.tensordot(root, grad, dims=([1], [dim])).movedim(0, dim)
+                param.sub_(grad, alpha=group["lr"])
+
+
+OTHERS = {
+    "lamb": {"type": f"{__name__}.Lamb", "params": {}},
+    "shampoo": {"type": f"{__name__}.Shampoo", "params": {}},
+    "adafactor": {"type": "Adafactor", "params": {"per_tensor": True}},
+}
+
+
+def settings(stage, world=1, optimizer=MUON, whole_batch=12, **changes):
+    accumulation = changes.get("gradient_accumulation_steps", 1)
+    size = {"train_micro_batch_size_per_gpu": whole_batch // world // accumulation}
+    zero = {**(WHOLE if stage == 3 else {}), **changes.pop("zero", {})}
+    return config(stage=stage, zero=zero, bucket=changes.pop("bucket", 900), optimizer=optimizer, **size, **changes)
+
+
+def begin(given, model=Matrices):
+    torch.manual_seed(0)
+    return deepzero.initialize(model=model(), config=given)[0]
+
+
+def bits(rank, world, cases, steps=3):
+    """Losses, norms and the parameters' hash of each case, and what was off the closed forms of memory."""
+    found = []
+    for given in cases:
+        engine = begin(given)
+        said = [one_step(engine, rank, world, step) for step in range(steps)]
+        report = gather_report(engine.ledger, engine.device, 0)["memory"]
+        off = off_forms({"memory": report})
+        found.append(([(s.loss, s.grad_norm, s.grad_norm_clipped) for s in said], engine.params_sha256(), off))
+        engine.destroy()
+    return found
+
+
+def check(ranks, world, cases, steps=3):
+    results = ranks.run(bits, cases, steps, world_size=world, timeout=300)
+    reference = results[0][0][:2]
+    for per_rank in results:
+        for number, (*found, off) in enumerate(per_rank):
+            assert tuple(found) == reference, f"case {number}: {cases[number]}"
+            assert not off, (cases[number], off)
+    return reference
+
+
+CASES = [(world, precision, count) for world in (1, 2, 3, 4) for precision in ("fp32", "bf16") for count in (1, 3)]
+SAMPLE = {(2, "bf16", 1), (3, "fp32", 1), (4, "bf16", 3)}
+
+
+@pytest.mark.parametrize(("world", "precision", "accumulation"), [
+    pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.exhaustive) for case in CASES
+])  # fmt: skip
+def test_stages_give_the_same_bits(ranks, world, precision, accumulation):
+    """Whatever the buckets, too; and what is held is what the closed forms say, padding included."""
+    more = {"precision": precision, "gradient_accumulation_steps": accumulation}
+    for stages in ((0, 1), (2, 3)) if accumulation > 1 else ((0, 1, 2, 3),):  # sums in twins, as for other optimizers
+        cases = [settings(s, world, bucket=b, overlap=b > 900, **more) for s in stages for b in (900, 10**6)]
+        check(ranks, world, cases)
+
+
+def test_number_of_ranks_gives_the_same_bits(ranks):
+    invariant = {"comm": {"reduce": "exact", "world_size_invariant": True}}
+    found = []
+    for world in (1, 2, 3, 4):
+        one = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 12 // world}
+        cases = [{**settings(stage, precision="bf16"), **one, **invariant} for stage in (1, 3)]
+        found.append(check(ranks, world, cases))
+    assert found == found[:1] * 4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(1)
+def test_torch_alone_has_the_same_bits(rank, world, stage):
+    """``torch.optim.Muon`` and ``torch.optim.AdamW`` in a plain loop, with torch's clipping done by the divisor."""
+    engine = begin(settings(stage, gradient_clipping=0.0))
+    torch.manual_seed(0)
+    model = Matrices()
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks")]
+    rest = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    assert len(matrices) == MATRICES
+    muon = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1)
+    adam = torch.optim.AdamW(rest, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    for step in range(5):
+        said = one_step(engine, rank, world, step)
+        ((ids, labels),) = my_micro_batches(step, 0, 1, 12, 1)
+        loss = model(ids, labels)
+        loss.backward()
+        muon.step()
+        adam.step()
+        model.zero_grad()
+        assert said.loss == loss.item()
+        for name, param in model.named_parameters():
+            mine = safe_get_full_fp32_param(engine.module.get_parameter(name))
+            assert torch.equal(mine, param), (step, name)
+
+
+def count_calls(rank, world, given, model, steps):
+    """How often this rank orthogonalises in so many steps, and of how many matrices it has momentum."""
+    engine, calls = begin(given, model), 0
+    real = torch.optim._muon._zeropower_via_newtonschulz
+
+    def counted(*args):
+        nonlocal calls
+        calls += 1
+        return real(*args)
+
+    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", counted):
+        for step in range(steps):
+            one_step(engine, rank, world, step)
+    kept = sum("momentum_buffer" in state for state in engine.optimizer.state.values())
+    sha = engine.params_sha256()
+    engine.destroy()
+    return calls, kept, sha
+
+
+def initialised_in_pieces():
+    with deepzero.zero.Init():
+        return Matrices()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_each_matrix_is_orthogonalised_once_a_step(ranks, world, accumulation):
+    """Not once a micro-batch, not on every rank; with ``zero.Init``, and with the optimizer in host memory."""
+    hashes = set()
+    cases = [(stage, {}, Matrices) for stage in (1, 2, 3)]
+    cases += [(3, {}, initialised_in_pieces), (2, {"offload_optimizer": {"device": "cpu"}}, Matrices)]
+    for stage, zero, model in cases:
+        given = settings(stage, world, precision="bf16", gradient_accumulation_steps=accumulation, zero=zero)
+        found = ranks.run(count_calls, given, model, 4, world_size=world)
+        assert sum(calls for calls, *_ in found) == 4 * MATRICES, (stage, zero)
+        assert sum(kept for _, kept, _ in found) == MATRICES
+        assert [calls for calls, *_ in found] == [4 * kept for _, kept, _ in found]
+        if stage > 1:
+            hashes |= {sha for *_, sha in found}
+    assert len(hashes) == 1
+
+
+# ---- settings that have nothing to do with it, and everything together -----------------------------------------------
+
+ZEROS = {
+    "allreduce": (1, {"reduce_scatter": False}),
+    "overlap_param_gather": (2, {"overlap_param_gather": True}),
+    "overlap_param_gather 1": (1, {"overlap_param_gather": True, "overlap_comm": True}),
+    "sub_group_size": (3, {"sub_group_size": 1000}),
+    "persistent": (3, {"stage3_param_persistence_threshold": 600}),
+    "prefetch": (3, {"stage3_prefetch_bucket_size": 10**6, "overlap_comm": True}),
+    "offload": (2, {"offload_optimizer": {"device": "cpu"}}),
+    "offload half": (1, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
+    "offload all": (3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+    "offload and overlap": (2, {"offload_optimizer": {"device": "cpu"}, "overlap_param_gather": True}),
+    "hpz": (3, {"zero_hpz_partition_size": 2}),
+    "mics": (3, {"mics_shard_size": 2}),
+}
+ROUNDED = {"qwz": (3, {"zero_quantized_weights": True}), "qgz": (2, {"zero_quantized_gradients": True})}
+FEW_ZEROS = {"overlap_param_gather", "sub_group_size", "offload all", "hpz", "persistent"}
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name in FEW_ZEROS else pytest.mark.exhaustive) for name in ZEROS
+])  # fmt: skip
+def test_other_settings_change_no_bit(ranks, name):
+    stage, zero = ZEROS[name]
+    for world, precision in ((2, "bf16"), (4, "fp32")):
+        cases = [settings(s, world, precision=precision, zero=z) for s, z in ((2, {}), (stage, zero))]
+        check(ranks, world, cases)
+
+
+@pytest.mark.parametrize("name", ["qgz", pytest.param("qwz", marks=pytest.mark.exhaustive)])
+def test_rounded_on_the_way(ranks, name):
+    """ZeRO++ rounds what travels; ranks still agree, and the loss is close."""
+    stage, zero = ROUNDED[name]
+    results = ranks.run(bits, [settings(stage, 2, precision="bf16", zero=z) for z in ({}, zero)], world_size=2)
+    assert results[0] == results[1]
+    (plain, *_), (rounded, _, off) = results[0]
+    assert not off
+    assert rounded[-1][0] == pytest.approx(plain[-1][0], rel=0.05)
+
+
+@on_ranks(2)
+def test_a_delayed_update_is_the_cpu_adams(rank, world):
+    with pytest.raises(ConfigError, match="delayed_update"):
+        begin(settings(2, world, zero={"offload_optimizer": {"device": "cpu", "delayed_update": True}}))
+
+
+# ---- other optimizers of the kind ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_declared_optimizer(ranks, name):
+    for world in (1, 3):
+        cases = [settings(stage, world, optimizer=OTHERS[name]) for stage in (0, 1, 2, 3)]
+        cases.append(settings(2, world, optimizer=OTHERS[name], zero={"offload_optimizer": {"device": "cpu"}}))
+        check(ranks, world, cases)
+
+
+@on_ranks(2)
+def test_not_declared_is_refused_and_told_how(rank, world):
+    for optimizer in (torch.optim.Adafactor, lambda p: torch.optim.Muon([q for q in p if q.dim() == 2])):
+        with pytest.raises(ConfigError, match="'per_tensor': True in its param groups"):
+            deepzero.initialize(model=Matrices(), optimizer=optimizer, config=settings(2))
+
+
+@on_ranks(2)
+def test_a_part_of_the_model(rank, world):
+    """Frozen matrices and groups of one's own; state and masters can be looked at and set, whole."""
+    for stage in (0, 2, 3):
+        torch.manual_seed(0)
+        model = Matrices(frozen=True)
+        frozen = model.blocks[1][2].weight.detach().clone()
+        optimizer = Muon(muon_groups(model), lr=1e-2)
+        engine = deepzero.initialize(model=model, optimizer=optimizer, config=settings(stage, world))[0]
+        one_step(engine, rank, world)
+        weight = engine.module.blocks[0][2].weight
+        momentum = safe_get_full_optimizer_state(weight, "momentum_buffer")
+        assert momentum.shape == (37, WIDTH) and momentum.abs().sum() > 0
+        safe_set_full_optimizer_state(weight, 2 * momentum, "momentum_buffer")
+        assert torch.equal(safe_get_full_optimizer_state(weight, "momentum_buffer"), 2 * momentum)
+        owners = process_group.all_gather_object(sum(m.shape == (37, WIDTH) for m in engine.zero.groups[0].masters))
+        assert sum(owners) == (2 if stage else 4), "two of three are trained; in stage 0 by each rank"
+        with deepzero.zero.GatheredParameters(engine.module.blocks[1][2].weight):
+            assert torch.equal(engine.module.blocks[1][2].weight, frozen)
+        engine.destroy()
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def states(engine):
+    """Whole masters and moments by hash, and what is of another shape, from whichever rank has it."""
+    holdings, mine = engine.checkpointer.holdings(), {}
+    for run in holdings.runs():
+        for key, value in holdings.optimizer_state(run)[1].items():
+            mine[run.name, key] = value.tolist() if torch.is_tensor(value) else value
+    everyone = process_group.all_gather_object(mine)
+    return fingerprints(engine), {key: value for theirs in everyone for key, value in theirs.items()}
+
+
+def save(rank, world, folder, given, steps):
+    engine = begin(given)
+    for step in range(steps):
+        one_step(engine, rank, world, step)
+    engine.save_checkpoint(str(folder))
+    said = [one_step(engine, rank, world, step).loss for step in range(steps, steps + 2)]
+    engine.load_checkpoint(str(folder))
+    found = states(engine)
+    engine.destroy()
+    return found, said
+
+
+def load(rank, world, folder, given, steps):
+    engine = begin(given)
+    engine.load_checkpoint(str(folder))
+    found = states(engine)
+    said = [one_step(engine, rank, world, step).loss for step in range(steps, steps + 2)]
+    engine.destroy()
+    return found, said
+
+
+PLACES = list(itertools.product((0, 1, 2, 3), (1, 2, 3, 4)))
+
+
+@pytest.mark.parametrize(("optimizer", "places"), [
+    (MUON, [(0, 2), (3, 2), (2, 3)]), (OTHERS["adafactor"], [(3, 3), (0, 2)]), (OTHERS["shampoo"], [(2, 2), (1, 3)]),
+    pytest.param(MUON, PLACES, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1500)]),
+    pytest.param(OTHERS["adafactor"], PLACES, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1500)]),
+])  # fmt: skip
+def test_checkpoints_cross_stages_and_ranks(ranks, tmp_path, optimizer, places):
+    """What was saved is there again, bit by bit, and training goes on as it would have."""
+    for number, (stage, world) in enumerate(places):
+        folder = tmp_path / str(number)
+        given = settings(stage, world, optimizer, precision="bf16")
+        saved, goes_on = ranks.run(save, folder, given, 2, world_size=world)[0]
+        for other_stage, other_world in places:
+            given = settings(other_stage, other_world, optimizer, precision="bf16")
+            loaded, said = ranks.run(load, folder, given, 2, world_size=other_world)[0]
+            assert loaded == saved
+            assert said == (goes_on if other_world == world else pytest.approx(goes_on, rel=1e-3))

@@ -1,0 +1,225 @@
+"""Whole parameters for one rank each: the layout, the declaration and its trial, Muon's groups and settings."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from deepzero.config.engine import OptimizerConfig
+from deepzero.config.run import ModelConfig
+from deepzero.config.strict import ConfigError
+from deepzero.layout import ALIGN, round_up
+from deepzero.models.gpt import GPT
+from deepzero.ops import Muon, muon_groups
+from deepzero.runtime.elementwise_check import check_elementwise
+from deepzero.runtime.optimizer_state import allocate_state, moment_bytes
+from deepzero.runtime.optimizers import build_optimizer
+from deepzero.runtime.per_tensor import plan_whole_parameters
+from tests.unit.test_optimizer_trial import GlobalClip, LayerNorm
+
+optim = torch.optim
+
+
+class TestLayout:
+    @pytest.mark.parametrize("seed", range(20))
+    def test_no_part_cuts_a_parameter(self, seed):
+        rng = random.Random(seed)
+        sizes = [rng.choice([0, 1, 64, 100, 888, 3000]) for _ in range(rng.randint(1, 40))]
+        world, limit = rng.randint(1, 9), rng.choice([1, 2000, 10**6])
+        layout = plan_whole_parameters(sizes, world, limit)
+        assert [slot.numel for slot in layout.slots] == sizes
+        assert [slot.index for slot in layout.slots] == list(range(len(sizes)))
+        owned = [fragment for rank in range(world) for fragment in layout.fragments(rank)]
+        assert sorted(f.slot.index for f in owned) == [i for i, size in enumerate(sizes) if size], "each has one owner"
+        assert all((f.start, f.numel) == (0, f.slot.numel) and f.shard_start % ALIGN == 0 for f in owned)
+        for rank in range(world):
+            starts = [f.shard_start for f in layout.fragments(rank)]
+            assert starts == sorted(starts)
+        end = 0
+        for bucket in layout.buckets:
+            assert bucket.offset == end and bucket.numel % (world * ALIGN) == 0
+            assert [s.offset for s in bucket.slots] == sorted(s.offset for s in bucket.slots)
+            assert bucket.true_numel() + sum(b - a for a, b in bucket.gaps()) == bucket.numel
+            end += bucket.numel
+            rows = [s for s in bucket.slots if s.numel == bucket.slots[0].numel]
+            assert bucket.numel <= limit or len(bucket.slots) <= world or bucket is layout.buckets[-1], rows
+        assert sorted(f.slot.index for f in layout.whole_fragments()) == sorted(f.slot.index for f in owned)
+
+    @pytest.mark.parametrize("world", [1, 2, 4, 8])
+    def test_where_ranks_divide_the_matrices_nothing_is_padded(self, world):
+        layout = plan_whole_parameters([64 * 64, 256 * 64, 64 * 64] * 8, world, 10**9)
+        assert layout.padded_numel == layout.numel
+
+    def test_the_rest_is_dealt_out(self):
+        """24 layers on 64 ranks: four sizes, none of which has a row, share one bucket."""
+        unit = 1 << 12
+        layout = plan_whole_parameters([3 * unit, unit, 4 * unit, 4 * unit] * 24, 64, 10**9)
+        assert len(layout.buckets) == 1
+        assert layout.padded_numel == 64 * 6 * unit, "of 288 units six for each rank, not the twelve of four rows"
+
+    def test_ten_thousand_ranks(self):
+        layout = plan_whole_parameters([100 * 100] * 25_000, 10_000, 10**9)
+        assert layout.shard_numel == 3 * round_up(100 * 100, ALIGN)
+
+
+def weights():
+    return [torch.linspace(-1.0, 1.0, 12).reshape(3, 4).requires_grad_(), torch.ones(4, requires_grad=True)]
+
+
+class TestTrial:
+    @pytest.mark.parametrize("make", [
+        lambda: optim.Adafactor([{"params": weights(), "per_tensor": True}]),
+        lambda: optim.Muon([{"params": weights()[:1], "per_tensor": True}]),
+        lambda: optim.AdamW([{"params": weights(), "per_tensor": True}]),
+        lambda: Muon([{"params": weights()[:1], "use_muon": True}, {"params": weights(), "use_muon": False}]),
+    ])  # fmt: skip
+    def test_declared_optimizers_pass(self, make):
+        for in_turn in (False, True):
+            check_elementwise(make(), in_turn)
+
+    def test_one_that_mixes_tensors_is_refused(self):
+        message = r"declared per tensor.*GlobalClip gave other results for tensors than for several at once"
+        with pytest.raises(ConfigError, match=message):
+            check_elementwise(GlobalClip([{"params": weights(), "per_tensor": True}]))
+
+    def test_a_class_may_declare_itself_and_a_group_wins(self):
+        class Declared(LayerNorm):
+            per_tensor = True
+
+        check_elementwise(Declared(weights()))
+        with pytest.raises(ConfigError, match=r"has to say so: 'per_tensor': True in its param groups"):
+            check_elementwise(Declared([{"params": weights(), "per_tensor": False}]))
+
+    def test_muon_without_a_word_is_told_of_the_declaration(self):
+        with pytest.raises(ConfigError, match=r"Muon failed in a trial on such slices.*'per_tensor': True"):
+            check_elementwise(optim.Muon(weights()[:1]))
+
+
+class TestGroups:
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_of_a_language_model(self, tied):
+        shape = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 32, "vocab_size": 32, "position": "learned"}
+        model = GPT(ModelConfig(**shape, tied=tied, bias=True))
+        matrices, rest = muon_groups(model)
+        names = {param: name for name, param in model.named_parameters()}
+        found = sorted(names[p] for p in matrices["params"])
+        kinds = ("attn.proj", "attn.qkv", "mlp.down", "mlp.up")
+        assert found == [f"blocks.{layer}.{kind}.weight" for layer in (0, 1) for kind in kinds]
+        assert {names[p] for p in rest["params"]} == {*names.values()} - {*found}
+
+    def test_of_hugging_face(self):
+        transformers = pytest.importorskip("transformers")
+        config = transformers.GPTNeoXConfig(
+            vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+        )
+        model = transformers.GPTNeoXForCausalLM(config)
+        matrices, rest = muon_groups(model)
+        assert len(matrices["params"]) == 4
+        assert any(p is model.get_output_embeddings().weight for p in rest["params"])
+
+    def test_the_users_word_is_the_last(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+        model[0].weight.use_muon = False
+        given = [
+            {"params": [model[0].weight, model[1].weight], "lr": 0.5},
+            {"params": model[2].parameters(), "use_muon": False},
+        ]
+        groups = muon_groups(model, given)
+        assert [(g["use_muon"], len(g["params"]), g.get("lr")) for g in groups] == [
+            (True, 1, 0.5), (False, 1, 0.5), (False, 2, None),
+        ]  # fmt: skip
+
+    def test_matrices_without_a_word(self):
+        model = nn.Linear(4, 4)
+        with pytest.raises(ValueError, match=r"muon_groups\(model\)"):
+            Muon(model.parameters())
+        assert [group["use_muon"] for group in Muon([model.bias]).param_groups] == [False]
+
+
+def built(params, model=None):
+    model = nn.Sequential(nn.Linear(4, 4)) if model is None else model
+    return build_optimizer(OptimizerConfig("muon", params), list(model.parameters()), model=model)
+
+
+class TestSettings:
+    def test_deepspeeds_keys(self):
+        given = {
+            "lr": 1e-3,
+            "muon_lr": "2e-2",
+            "momentum": 0.9,
+            "weight_decay": 0.05,
+            "betas": [0.8, 0.9],
+            "eps": 1e-10,
+        }
+        matrices, rest = built(given).param_groups
+        assert [matrices[k] for k in ("lr", "momentum", "weight_decay", "eps", "per_tensor")] == [
+            0.02,
+            0.9,
+            0.05,
+            1e-7,
+            True,
+        ]
+        assert [rest[k] for k in ("lr", "betas", "weight_decay", "eps", "per_tensor")] == [
+            1e-3,
+            (0.8, 0.9),
+            0.05,
+            1e-10,
+            False,
+        ]
+
+    def test_torchs_own(self):
+        given = {
+            "nesterov": False,
+            "ns_steps": 3,
+            "ns_coefficients": [2, -1.5, 0.5],
+            "adjust_lr_fn": "match_rms_adamw",
+        }
+        weight, coefficients = torch.zeros(2, 2, requires_grad=True), (2.0, -1.5, 0.5)
+        theirs = optim.Muon([weight], **{**given, "ns_coefficients": coefficients}).param_groups[0]
+        mine = built(given).param_groups[0]
+        assert {key: mine[key] for key in theirs if key != "params"} == {
+            k: v for k, v in theirs.items() if k != "params"
+        }
+
+    @pytest.mark.parametrize(("given", "message"), [
+        ({"ns_method": "gram"}, r"optimizer.params.ns_method"), ({"adjust_lr_fn": "mine"}, r"mine is not supported"),
+        ({"muon_lr": -1.0}, r"Learning rate should be >= 0"), ({"per_tensor": "perhaps"}, "per_tensor"),
+    ])  # fmt: skip
+    def test_refused_by_name(self, given, message):
+        with pytest.raises(ConfigError, match=message):
+            built(given)
+
+    def test_rates_and_settings_of_groups(self):
+        weight, bias = nn.Linear(2, 2).parameters()
+        matrices, rest = Muon(
+            [{"params": [weight], "use_muon": True, "momentum": 0.5}, {"params": [bias], "use_muon": False, "lr": 0.7}]
+        ).param_groups
+        assert (matrices["momentum"], rest["lr"], rest["betas"]) == (0.5, 0.7, (0.9, 0.95))
+
+
+class TestState:
+    @pytest.mark.parametrize("make", [
+        lambda params: optim.Adafactor([{"params": params, "per_tensor": True}]),
+        lambda params: Muon([{"params": params[:1], "use_muon": True}, {"params": params[1:], "use_muon": False}]),
+        lambda params: optim.AdamW([{"params": params, "per_tensor": True}]),
+    ])  # fmt: skip
+    def test_bytes_are_known_before_the_first_step(self, make):
+        params = [torch.zeros(30, 7, requires_grad=True), torch.zeros(9, requires_grad=True)]
+        optimizer = make(params)
+        expected = sum(
+            moment_bytes(optimizer, torch.device("cpu"), number).of(param.shape)
+            for number, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
+        )
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        kept = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()]
+        assert sum(t.nbytes for t in kept) == expected
+
+    def test_allocated_in_advance_without_a_step(self):
+        params = [torch.ones(3, 2, requires_grad=True), torch.ones(2, requires_grad=True)]
+        optimizer = Muon([{"params": params[:1], "use_muon": True}, {"params": params[1:], "use_muon": False}])
+        allocate_state(optimizer)
+        assert [sorted(optimizer.state[p]) for p in params] == [["momentum_buffer"], ["exp_avg", "exp_avg_sq", "step"]]
