@@ -29,7 +29,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/comm": (4428, 2720),
     "deepzero/runtime": (3984, 3050),
     "deepzero/runtime/zero": (5940, 4550),
-    "deepzero/offload": (3730, 2500),
+    "deepzero/offload": (3745, 2500),
     "deepzero/checkpoint": (3670, 2610),
     "deepzero/launch": (705, 650),
     "deepzero/health": (651, 560),
@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (527, 400),
     "deepzero/training": (1028, 380),
     "deepzero/compat": (3342, 1200),
-    "deepzero": (37_975, 23_500),
+    "deepzero": (37_989, 23_500),
     "tools": (6084, 2700),
     "tools/book": (1153, 1000),
     "examples": (766, 700),
-    "tests": (31_165, 17_000),
+    "tests": (31_174, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

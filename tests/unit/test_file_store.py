@@ -58,6 +58,15 @@ def test_both_ways_find_what_the_other_has_written(store, tmp_path):
         assert counted[kind].padding_elements == 15
 
 
+def test_a_file_system_whose_mappings_are_apart(tmp_path, monkeypatch):
+    """Direct reads that do not see what the mapping has written: then everything goes through the page cache."""
+    with monkeypatch.context() as patched:
+        patched.setattr(file_store.os, "preadv", lambda _, rooms, at: file_store.BLOCK)
+        made = FileStore("zero.offload_optimizer.nvme_path", str(tmp_path), PLAN, CPU)
+    assert not made.direct and not made.allocate(*PLAN[0]).any()
+    made.close()
+
+
 def test_a_write_waits_for_what_it_is_after(store):
     masters, room, order = store.allocate(*PLAN[0]), buffer(4096), []
     write = store.write([(masters[:4096], room)], 0, "", after=lambda: order.append(room.fill_(7.0)))
