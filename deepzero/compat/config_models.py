@@ -78,9 +78,8 @@ def _older(name: str, make: Any) -> Any:
     return bool | None, Field(None, json_schema_extra={"deprecated": True, "new_param": name, "new_param_fn": make})
 
 
-_NVME = {"nvme_path": (Any, None), "buffer_count": (int, 5), "buffer_size": (int, 100_000_000), "fast_init": _OFF}
+_NVME = {"nvme_path": (Any, None), "fast_init": _OFF}
 _Param: Any = _model("_Param", "zero_optimization.offload_param", OffloadParamConfig, **_NVME)
-_NVME |= {"pipeline_read": _OFF, "pipeline_write": _OFF}
 _Optimizer: Any = _model("_Optimizer", "zero_optimization.offload_optimizer", OffloadOptimizerConfig, **_NVME)
 
 

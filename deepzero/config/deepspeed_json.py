@@ -372,7 +372,8 @@ def _fit_to_stage(zero: dict[str, Any], stage: int) -> None:
         _say(f"zero_optimization.offload_param is stage 3's: in stage {stage} parameters stay on the device")
     if zero.get("offload_param") and not zero.get("offload_optimizer"):
         _say("zero_optimization.offload_param takes offload_optimizer along: masters stay where their parameters are")
-        zero["offload_optimizer"] = {key: value for key, value in zero["offload_param"].items() if key != "max_in_cpu"}
+        both = ("device", "pin_memory", "nvme_path")
+        zero["offload_optimizer"] = {key: value for key, value in zero["offload_param"].items() if key in both}
 
 
 def _offload_block(block: Any, kind: type, where: str) -> dict[str, Any]:

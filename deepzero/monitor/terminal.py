@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
+from deepzero.comm.ledger import side_of
 from deepzero.monitor.async_logger import Kind
 from deepzero.utils.formatting import short_bytes, short_number
 
@@ -135,7 +136,9 @@ def ledger_table(report: Mapping[str, Any]) -> str:
     held, sent = report["memory"].items(), report["communication"].values()
     told = lambda name, v: NOTES.get(name, "") if v["measured"] else ""
     rows: list[Row] = [(k, v["predicted"], v["measured"], told(k, v)) for k, v in held if v["predicted"] is not None]
-    rows.append(("all of these", sum(row[1] or 0 for row in rows), sum(row[2] for row in rows), ""))
+    files = [row for row in rows if side_of(row[0]) == "file"]
+    rows = [row for row in rows if row not in files]
+    rows += [("all of these", sum(row[1] or 0 for row in rows), sum(row[2] for row in rows), ""), *files]
     rows += [(name, None, v["measured"], NOTES.get(name, "")) for name, v in held if v["predicted"] is None]
     lines = _section("held by one rank after a backward pass", rows)
     rows = []

@@ -18,6 +18,7 @@ Source: [ZeRO-Infinity], sections 5.1.1 and 6.2; ``runtime/swap_tensor/pipelined
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 
+from deepzero.comm.chaos import storage_ptr_of
 from deepzero.comm.collectives import Communicator
 from deepzero.config.strict import ConfigError
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
@@ -75,9 +77,10 @@ def files_of(
     optimizer: OffloadOptimizerConfig, param: OffloadParamConfig
 ) -> list[tuple[OffloadOptimizerConfig | OffloadParamConfig, list[str]]]:
     """What of the arena's plan lies in files instead: whose settings say where, and by category."""
-    found: list[tuple[OffloadOptimizerConfig | OffloadParamConfig, list[str]]] = []
-    found += [(optimizer, [HOST_MASTERS, MOMENTS, GRADIENTS])] if optimizer.device == "nvme" else []
-    return found + ([(param, [HOST_PARAMETERS])] if param.device == "nvme" else [])
+    both: list[tuple[OffloadOptimizerConfig | OffloadParamConfig, list[str]]] = [
+        (optimizer, [HOST_MASTERS, MOMENTS, GRADIENTS]), (param, [HOST_PARAMETERS])
+    ]  # fmt: skip
+    return [(settings, categories) for settings, categories in both if settings.device == "nvme"]
 
 
 def check_optimizer(settings: OffloadOptimizerConfig, optimizer: torch.optim.Optimizer) -> None:
@@ -143,9 +146,11 @@ class FileOffload(Offload):
     fetches: list[Region] = field(default_factory=list)  # of a bucket's parameters each
     columns: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of each trained group: its moments
     ahead: ReadAhead | None = None
+    files: list[FileStore] = field(default_factory=list)  # the same, each once
 
     def __post_init__(self) -> None:
-        for store in self.stores.values():
+        self.files = list(dict.fromkeys(self.stores.values()))
+        for store in self.files:
             store.attach(self.wire)
         if isinstance(self.sums, FileGradients):
             self.sums.store = self.stores[GRADIENTS]
@@ -166,7 +171,7 @@ class FileOffload(Offload):
 
     def store_of(self, tensor: torch.Tensor) -> FileStore | None:
         """The file that a tensor lies in, if it does."""
-        return next((store for store in self.stores.values() if store.holds(tensor)), None)
+        return next((store for store in self.files if store.holds(tensor)), None)
 
     def ledger_name(self, category: str) -> str:
         """The ledger's word for what is allocated under ``category``."""
@@ -226,13 +231,13 @@ class FileOffload(Offload):
 
     def drop_pages(self) -> None:
         """Give memory back in which pages of the files lie."""
-        for store in {id(store): store for store in self.stores.values()}.values():
+        for store in self.files:
             store.drop_pages()
 
     def describe(self, optimizer: torch.optim.Optimizer) -> str:
         """One line: sizes, whether locked, threads, kernel; what lies in files, and how it gets there."""
         said = super().describe(optimizer)
-        for store in {id(store): store for store in self.stores.values()}.values():
+        for store in self.files:
             how = "direct I/O" if store.direct else "through the page cache: the file system takes no direct I/O"
             said += f"; {describe_bytes(store.regions)} in a file in {store.folder}, {how}"
         return said
@@ -240,7 +245,7 @@ class FileOffload(Offload):
     def close(self) -> None:
         """Unlock the memory, end the files' threads; memory and disk space go back with the last tensor."""
         super().close()
-        for store in self.stores.values():
+        for store in self.files:
             store.close()
 
 
@@ -282,8 +287,10 @@ class ReadAhead:
                 self._last = []  # another order than last time
             self._order.append(fetch)
         room, copies = self._arrived(fetch, in_step), list[Transfer]()
-        yield room[: fetch.view.nbytes].view(fetch.view.dtype), copies
-        self._free.append((room, next(iter(copies), None)))
+        try:
+            yield room[: fetch.view.nbytes].view(fetch.view.dtype), copies
+        finally:
+            self._free.append((room, next(iter(copies), None)))
         while in_step and self._free and (coming := self._last[len(self._order) + len(self._coming) :][:1]):
             self._coming.append((coming[0].view._version, *self._read(coming[0], FILE_FETCH)))
 
@@ -428,11 +435,6 @@ class BucketBuffer:
         """Launch the way back of what the step has changed."""
         self._move(FileStore.write, [pair for pair in self._pieces if pair[0].leaves], padding, where)
 
-    @property
-    def output(self) -> torch.Tensor | None:
-        """Where the step writes new parameters that live in a file; None: they do not, or are their own masters."""
-        return next((room for piece, room in self._pieces if not piece.comes), None)
-
     def _move(
         self, how: Callable[..., Transfer], pairs: Sequence[tuple[FilePiece, torch.Tensor]], padding: int, where: str
     ) -> None:
@@ -451,16 +453,18 @@ class BucketBuffer:
         return all(transfer.is_over() for transfer in self._transfers)
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Inside, the optimizer's tensors are views of this memory instead of the file's mapping."""
-        tensors = [(tensor, piece, room) for piece, room in self._pieces for tensor in piece.tensors]
-        homes = [(tensor, tensor.data) for tensor, *_ in tensors]
-        for tensor, piece, room in tensors:
-            start = tensor.storage_offset() - piece.view.storage_offset()
-            tensor.data = room[start : start + tensor.numel()]
+    def in_place(self, upload: HostParamUpload) -> Iterator[None]:
+        """Inside, the optimizer's tensors, and where it writes parameters, are this memory, not the file's mapping."""
+        homes = [(tensor, tensor.data) for piece, _ in self._pieces for tensor in piece.tensors]
         try:
+            for piece, room in self._pieces:
+                upload.kept = upload.kept if piece.comes else room
+                for tensor in piece.tensors:
+                    start = tensor.storage_offset() - piece.view.storage_offset()
+                    tensor.data = room[start : start + tensor.numel()]
             yield
         finally:
+            upload.kept = None
             for tensor, home in homes:
                 tensor.data = home
 
@@ -488,7 +492,7 @@ class FileOptimizerShard(HostOptimizerShard):
 
     def drop_pending_update(self) -> None:
         """Everything is about to be replaced: what a disk has left half done, too."""
-        for store in self.host.stores.values():
+        for store in self.host.files:
             store.broken = None
 
     def _pieces(self, upload: HostParamUpload) -> list[FilePiece]:
@@ -497,8 +501,14 @@ class FileOptimizerShard(HostOptimizerShard):
         found = list[FilePiece]()
 
         def add(view: torch.Tensor, tensors: Sequence[torch.Tensor], comes: bool = True, leaves: bool = True) -> None:
-            if (store := self.host.store_of(view)) is not None:
-                found.append(FilePiece(store, view, tensors, comes, leaves))
+            if (store := self.host.store_of(view)) is None:
+                return
+            if any(storage_ptr_of(tensor) != storage_ptr_of(view) for tensor in tensors):
+                raise RuntimeError(
+                    "the optimizer's state was replaced by tensors that do not lie in its file (load_state_dict); load "
+                    "it by engine.load_checkpoint, or copy it into the tensors that were there"
+                )
+            found.append(FilePiece(store, view, tensors, comes, leaves))
 
         add(group.master_of(bucket).detach(), upload.masters)
         for name, flat in self.host.columns[upload.number].items():
@@ -510,19 +520,20 @@ class FileOptimizerShard(HostOptimizerShard):
 
     def _in_memory(self) -> Generator[HostParamUpload]:
         """The buckets, one after the other; others are read and written meanwhile, as the settings say."""
-        settings, ahead = self.host.settings, iter(self.uploads)
+        # What could be wrong is found before a bucket is touched.
+        settings, ahead = self.host.settings, iter([(upload, self._pieces(upload)) for upload in self.uploads])
         free, coming = deque(self._buffers), deque[tuple[HostParamUpload, BucketBuffer]]()
 
         def read_next() -> bool:
-            upload = next(ahead, None)
-            if upload is not None:
+            for upload, pieces in itertools.islice(ahead, 1):
                 buffer = free.popleft()
                 buffer.finish()  # what it held has left
-                buffer.read(self._pieces(upload), upload.bucket.padding_of(self.rank), f"bucket {upload.bucket.index}")
+                buffer.read(pieces, upload.bucket.padding_of(self.rank), f"bucket {upload.bucket.index}")
                 coming.append((upload, buffer))
-            return upload is not None
+                return True
+            return False
 
-        for store in self.host.stores.values():
+        for store in self.host.files:
             store.check()
         if self.host.ahead is not None:
             self.host.ahead.discard()
@@ -534,10 +545,8 @@ class FileOptimizerShard(HostOptimizerShard):
                 # One ahead, though its buffer may have to leave first; more where buffers are at hand.
                 while settings.pipeline_read and free and (not coming or free[0].is_over()) and read_next():
                     pass
-                with buffer.in_place():
-                    upload.kept = buffer.output
+                with buffer.in_place(upload):
                     yield upload
-                upload.kept = None
                 buffer.write(upload.bucket.padding_of(self.rank), f"bucket {upload.bucket.index}")
                 if not settings.pipeline_write:
                     buffer.finish()

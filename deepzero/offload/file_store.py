@@ -101,7 +101,7 @@ class FileStore:
 
     def __init__(self, where: str, folder: str, regions: Sequence[Region], device: torch.device) -> None:
         self.where, self.folder, self.regions, self.nbytes = where, folder, list(regions), file_bytes(regions)
-        self.direct = True  # the file system takes direct I/O
+        self.direct = True  # reads and writes go past the page cache
         self.broken: str | None = None
         self._carved: list[tuple[str, torch.Tensor]] = []
         self._starts: dict[int, int] = {}  # of each carved tensor's storage: where it begins in the file
@@ -135,11 +135,26 @@ class FileStore:
             ) from None
         with contextlib.suppress(OSError, AttributeError):
             self._memory.madvise(mmap.MADV_DONTFORK)  # a data worker has nothing to look for here
-        try:
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
-        except OSError:
-            self.direct = False
+        self.direct = self._switch_to_direct() if self.nbytes else True
         self._pool = thread_pool(THREADS, "deepzero-files")
+
+    def _switch_to_direct(self) -> bool:
+        """Whether the file system takes direct I/O, by which the mapping is seen, and which the mapping sees."""
+        descriptor, room, alike = self._descriptor, mmap.mmap(-1, BLOCK), False
+        try:
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        except OSError:
+            return False
+        with contextlib.suppress(OSError):
+            self._memory[0] = 1
+            alike = os.preadv(descriptor, [room], 0) == BLOCK and room[0] == 1
+            room[0] = 0
+            alike = os.pwritev(descriptor, [room], 0) == BLOCK and self._memory[0] == 0 and alike
+        if not alike:  # through the page cache they are the same bytes
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+            self._memory[0] = 0
+        return alike
 
     def attach(self, wire: HostDeviceCopier) -> None:
         """Who counts and times transfers, and puts them off; before the first one."""

@@ -110,8 +110,8 @@ class Space:
         """Stages and what they offload."""
         zero, found = self.run.engine.zero, FAMILIES
         if self.fixed(_OFFLOAD):
-            given: Offloaded = "optimizer_and_param" if zero.offload_param.device == "cpu" else "optimizer"
-            given = given if zero.offload_optimizer.device == "cpu" else "none"
+            given: Offloaded = "optimizer_and_param" if zero.offload_param.device != "none" else "optimizer"
+            given = given if zero.offload_optimizer.device != "none" else "none"
             found = [family for family in found if family[1] == given]
         return [family for family in found if not self.fixed(_STAGE) or family[0] == zero.stage]
 

@@ -60,7 +60,14 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
-KINDS = {"plain": TinyModel, "checkpoint": Checkpointed, "reentrant": Reentrant}
+class Wide(TinyModel):
+    """Weights of 9,600 elements: several ranks have a part of each, also where a part is whole blocks of a disk."""
+
+    def __init__(self) -> None:
+        super().__init__(400)
+
+
+KINDS = {"plain": TinyModel, "checkpoint": Checkpointed, "reentrant": Reentrant, "wide": Wide}
 
 
 def make_model(seed: int = 0) -> TinyModel:

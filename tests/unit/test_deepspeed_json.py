@@ -97,6 +97,16 @@ def test_refused(given, message):
         load_engine_config(given)
 
 
+def test_parameters_in_files_take_the_optimizer_along():
+    """With what both blocks have; how many buffers, and how large, is said of parameters alone."""
+    param = {"device": "nvme", "nvme_path": "/disk", "pin_memory": False, "buffer_count": 6, "buffer_size": 1e7}
+    read = load_engine_config({"train_batch_size": 4, "zero_optimization": {"stage": 3, "offload_param": param}}).zero
+    assert (read.offload_param.buffer_count, read.offload_param.buffer_size) == (6, 10**7)
+    optimizer = read.offload_optimizer
+    assert (optimizer.device, optimizer.nvme_path, optimizer.buffer_count) == ("nvme", "/disk", 4)
+    assert not optimizer.pin_memory and read.shard_align == 2048
+
+
 def test_what_is_switched_off_is_accepted():
     off = {name: {"enabled": False, "team": "x", "steps": [1]} for name in SWITCHED_OFF if name not in SWITCH}
     off |= {name: {switch: value, INSIDE[name][1]: 1} for name, (switch, values) in SWITCH.items() for value in values}
