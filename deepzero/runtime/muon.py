@@ -132,7 +132,7 @@ class Muon(torch.optim.Optimizer):
             # torch's own constructors look at the settings and add what is missing.
             defaults = matrices if group[USE_MUON] else rest
             own = {key: value for key, value in {**defaults, **group}.items() if key in defaults}
-            group.update(_class_of(group)([group], **own).param_groups[0])
+            group.update(inner_class(group)([group], **own).param_groups[0])
             group.setdefault(PER_TENSOR, group[USE_MUON])
         super().__init__(groups, {"lr": lr})
 
@@ -144,13 +144,14 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            inner = _class_of(group)([group])
+            inner = inner_class(group)([group])
             inner.state = self.state
             inner.step()
         return loss
 
 
-def _class_of(group: Mapping[str, Any]) -> Any:
+def inner_class(group: Mapping[str, Any]) -> Any:
+    """Torch's class that steps on a group."""
     return torch.optim.Muon if group[USE_MUON] else torch.optim.AdamW
 
 
