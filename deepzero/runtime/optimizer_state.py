@@ -81,9 +81,8 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
 
 def _class_of(optimizer: torch.optim.Optimizer, group: Group) -> type[torch.optim.Optimizer]:
     """Whose state it has; a derived class may have another, unless it says (a dry run's) that it ``stands_for`` one."""
-    if type(optimizer) is Muon:
-        return inner_class(group)
-    return getattr(optimizer, "stands_for", type(optimizer))
+    found: type[torch.optim.Optimizer] = getattr(optimizer, "stands_for", type(optimizer))
+    return inner_class(group) if found is Muon else found
 
 
 def _initial_state(cls: type[torch.optim.Optimizer], group: Group, param: torch.Tensor) -> dict[str, Any] | None:
