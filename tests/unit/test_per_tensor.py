@@ -120,6 +120,16 @@ class TestGroups:
         assert len(matrices["params"]) == 4
         assert any(p is model.get_output_embeddings().weight for p in rest["params"])
 
+    @pytest.mark.parametrize("word", [None, False, True])
+    def test_a_head_of_another_name_is_suspected(self, caplog, word):
+        model = nn.ModuleDict({"embed": nn.Embedding(9, 4), "hidden": nn.Linear(4, 4), "out": nn.Linear(4, 9)})
+        if word is not None:
+            model["out"].weight.use_muon = word
+        with caplog.at_level("WARNING", "deepzero"):
+            matrices = muon_groups(model)[0]["params"]
+        assert len(matrices) == (1 if word is False else 2)
+        assert ("'out.weight', of the shape of an embedding" in caplog.text) is (word is None)
+
     def test_the_users_word_is_the_last(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
         model[0].weight.use_muon = False
