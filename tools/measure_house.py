@@ -25,9 +25,9 @@ from deepzero.utils.closed_pipe import exit_with
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
-    "deepzero/config": (1709, 1150),
-    "deepzero/comm": (4428, 2720),
-    "deepzero/runtime": (3984, 3050),
+    "deepzero/config": (1680, 1150),
+    "deepzero/comm": (4416, 2720),
+    "deepzero/runtime": (4326, 3050),
     "deepzero/runtime/zero": (5940, 4550),
     "deepzero/offload": (3745, 2500),
     "deepzero/checkpoint": (3670, 2610),
@@ -39,12 +39,12 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/models": (545, 540),
     "deepzero/data": (527, 400),
     "deepzero/training": (1028, 380),
-    "deepzero/compat": (3342, 1200),
-    "deepzero": (37_990, 23_500),
-    "tools": (6084, 2700),
+    "deepzero/compat": (3340, 1200),
+    "deepzero": (37_342, 23_500),
+    "tools": (6091, 2700),
     "tools/book": (1153, 1000),
     "examples": (766, 700),
-    "tests": (31_184, 17_000),
+    "tests": (31_295, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

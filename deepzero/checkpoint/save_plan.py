@@ -131,8 +131,7 @@ def _trained(holdings: EngineState, own: dict[str, torch.Tensor]) -> tuple[list[
                 )
         for key, tensor in {MASTER: run.master, **moments}.items():
             by_key.setdefault(key, []).append(Entry(key, run.name, run.start, run.cut(tensor)))
-        where = f"optimizer state {{!r}} of {run.name}".format
-        scalars[run.name] = {key: _scalar(value, where(key), own) for key, value in rest.items()}
+        scalars[run.name] = {key: _scalar(v, f"optimizer state {key!r} of {run.name}", own) for key, v in rest.items()}
     return [entry for entries in by_key.values() for entry in entries], scalars
 
 

@@ -57,20 +57,23 @@ def muon_groups(model: nn.Module, params: Iterable[Any] | None = None) -> list[d
         for use_muon in (True, False):
             chosen = [p for p in inside if bool(group.get(USE_MUON, is_matrix(p))) is use_muon]
             split.append({**group, "params": chosen, USE_MUON: use_muon})
-    _tell({param: name for name, param in model.named_parameters()}, split)
+    if process_group.rank() == 0:
+        _tell(model, split)
     return [group for group in split if group["params"]]
 
 
-def _tell(names: Mapping[Any, str], groups: Iterable[Mapping[str, Any]]) -> None:
-    """Say which matrices are left to AdamW: a head that no rule knows is missing there."""
-    if process_group.rank() != 0:
-        return
-    matrices, rest = ([p for g in groups for p in g["params"] if g[USE_MUON] is use] for use in (True, False))
-    others = [names.get(p, "?") for p in rest if p.dim() >= 2]
-    log.info(
-        "Muon trains %d matrices of %d elements, AdamW %d other parameters, of which %s have two dimensions or more",
-        len(matrices), sum(p.numel() for p in matrices), len(rest), ", ".join(others) or "none",
-    )  # fmt: skip
+def _tell(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Say what Muon trains, and warn of what may be a head that no rule knows."""
+    names = {param: name for name, param in model.named_parameters()}
+    chosen = {p for group in groups if group[USE_MUON] for p in group["params"]}
+    matrices = [param for param in names if param in chosen]  # as the model has them: a head comes last
+    log.info("Muon trains %d matrices of %d elements", len(matrices), sum(param.numel() for param in matrices))
+    tables = [module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)]
+    if matrices and matrices[-1].shape in tables and not hasattr(matrices[-1], USE_MUON):
+        log.warning(
+            "parameter %r, of the shape of an embedding, is trained by Muon; if it is the output head, set its "
+            "attribute use_muon to False, which leaves it to AdamW; else set it to True", names[matrices[-1]],
+        )  # fmt: skip
 
 
 class Muon(torch.optim.Optimizer):
@@ -132,7 +135,7 @@ class Muon(torch.optim.Optimizer):
             # torch's own constructors look at the settings and add what is missing.
             defaults = matrices if group[USE_MUON] else rest
             own = {key: value for key, value in {**defaults, **group}.items() if key in defaults}
-            group.update(_class_of(group)([group], **own).param_groups[0])
+            group.update(inner_class(group)([group], **own).param_groups[0])
             group.setdefault(PER_TENSOR, group[USE_MUON])
         super().__init__(groups, {"lr": lr})
 
@@ -144,13 +147,14 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            inner = _class_of(group)([group])
+            inner = inner_class(group)([group])
             inner.state = self.state
             inner.step()
         return loss
 
 
-def _class_of(group: Mapping[str, Any]) -> Any:
+def inner_class(group: Mapping[str, Any]) -> Any:
+    """Torch's class that steps on a group."""
     return torch.optim.Muon if group[USE_MUON] else torch.optim.AdamW
 
 

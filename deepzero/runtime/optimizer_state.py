@@ -16,7 +16,7 @@ import torch
 
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.runtime.elementwise_check import borrowed, settings_of, state_like
-from deepzero.runtime.muon import Muon
+from deepzero.runtime.muon import Muon, inner_class
 from deepzero.runtime.per_tensor import EXTENTS, StateBytes, is_per_tensor
 
 Group = Mapping[str, Any]
@@ -30,8 +30,8 @@ _STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
     torch.optim.RMSprop: ("step", "square_avg"),
     torch.optim.SGD: (),
-    Muon: ("momentum_buffer",),
     CPUAdam: (),
+    **({torch.optim.Muon: ("momentum_buffer",)} if hasattr(torch.optim, "Muon") else {}),
 }
 """What each class starts with, from constants. Exactly these classes: a subclass may do anything. Rprop and ASGD are
 left out: they start from the learning rate of their first step, which a schedule may still change."""
@@ -81,9 +81,8 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
 
 def _class_of(optimizer: torch.optim.Optimizer, group: Group) -> type[torch.optim.Optimizer]:
     """Whose state it has; a derived class may have another, unless it says (a dry run's) that it ``stands_for`` one."""
-    if type(optimizer) is Muon and not group["use_muon"]:
-        return torch.optim.AdamW
-    return getattr(optimizer, "stands_for", type(optimizer))
+    found: type[torch.optim.Optimizer] = getattr(optimizer, "stands_for", type(optimizer))
+    return inner_class(group) if found is Muon else found
 
 
 def _initial_state(cls: type[torch.optim.Optimizer], group: Group, param: torch.Tensor) -> dict[str, Any] | None:

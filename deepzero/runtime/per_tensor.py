@@ -10,8 +10,8 @@ whole in one rank's part of its bucket. Reduction, norm, publication, fetches an
 other. The optimizer's tensors alone are shown in the parameter's shape, so that the owner's ``step()`` is the one that
 the class was written for, and runs once, on one rank, in the optimizer step and nowhere else::
 
-    W = 3, matrices a … e of one size, f of another      row 0         row 1       what is left
-                                                        | a | b | c | | d | e | - |    (d, e and f are dealt out)
+    W = 3, matrices a … e of one size,      bucket 0          bucket 1: what is left
+    f and g of another                     | a | b | c |     | d | e | f g |
 
 The price is padding where W does not divide the number of matrices of a size, and a bucket's least size: W parameters,
 whatever ``reduce_bucket_size`` says. DeepSpeed cuts Muon's momentum flat and gathers it for every update.

@@ -13,6 +13,7 @@ from deepzero.comm.ledger import off_forms
 from deepzero.config.strict import ConfigError
 from deepzero.ops import Muon, muon_groups
 from deepzero.runtime.diagnostics import gather_report
+from deepzero.runtime.zero.optimizer_shard import clip_divisor
 from deepzero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from tests.distributed.checkpoints import fingerprints
 from tests.distributed.pool import on_ranks
@@ -128,7 +129,9 @@ def check(ranks, world, cases, steps=3):
     return reference
 
 
-CASES = [(world, precision, count) for world in (1, 2, 3, 4) for precision in ("fp32", "bf16") for count in (1, 3)]
+CASES = [
+    (world, precision, count) for world in (1, 2, 3, 4) for precision in ("fp32", "bf16", "fp16") for count in (1, 3)
+]
 SAMPLE = {(2, "bf16", 1), (3, "fp32", 1), (4, "bf16", 3)}
 
 
@@ -156,8 +159,8 @@ def test_number_of_ranks_gives_the_same_bits(ranks):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(1)
 def test_torch_alone_has_the_same_bits(rank, world, stage):
-    """``torch.optim.Muon`` and ``torch.optim.AdamW`` in a plain loop, with torch's clipping done by the divisor."""
-    engine = begin(settings(stage, gradient_clipping=0.0))
+    """``torch.optim.Muon`` and ``torch.optim.AdamW`` in a plain loop; gradients are clipped by the same division."""
+    engine = begin(settings(stage))
     torch.manual_seed(0)
     model = Matrices()
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks")]
@@ -170,6 +173,10 @@ def test_torch_alone_has_the_same_bits(rank, world, stage):
         ((ids, labels),) = my_micro_batches(step, 0, 1, 12, 1)
         loss = model(ids, labels)
         loss.backward()
+        divisor = torch.tensor(clip_divisor(said.grad_norm, 0.5))
+        assert divisor > 1
+        for param in model.parameters():
+            param.grad.div_(divisor)
         muon.step()
         adam.step()
         model.zero_grad()

@@ -18,7 +18,7 @@ import torch
 
 from deepzero.monitor.metrics_file import read_metrics
 from deepzero.planning.clusters import find_cluster
-from tools.bench import cpu_adam, gpu, links, monitoring, offload, report, zero
+from tools.bench import cpu_adam, gpu, links, monitoring, muon, offload, report, zero
 from tools.bench.contenders import CONTENDERS, FLOOR, OFFLOAD, Contender, Variant, by_name
 from tools.bench.engines import settings_of
 from tools.bench.launch import GIB, Outcome, Plan, _outcome, run_variant
@@ -456,6 +456,13 @@ def test_cpu_adam_measures_in_turn_and_says_which_bar_is_missed(capsys):
     seconds = {"deepspeed": [2.0, 2.0], "torch": [2.0, 1.0], "compiled": [1.0, 9.0, 1.0], "copy": [0.5]}
     bars = cpu_adam.report(seconds, 1000).split("\n\n")[1]
     assert [line.split("|")[5].strip() for line in bars.splitlines()[2:]] == ["met", "MISSED", "MISSED"]
+
+
+def test_muon_steps_in_turn(capsys):
+    assert muon.main(["--quick", "--rounds", "1"]) == 0
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    assert [row[0].strip() for row in rows] == ["Muon, stage 2", "Muon, naive", "AdamW, stage 2"]
+    assert all(float(step) >= float(inside) > 0 for _, step, _, inside, _ in rows[:2])
 
 
 @pytest.mark.parametrize(("cost", "verdict"), [(0.0005, "pass (+1.00%)"), (0.0006, "FAIL (+1.20%)")])

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.engine import OptimizerConfig
 from deepzero.config.run import ModelConfig
 from deepzero.config.strict import ConfigError
 from deepzero.layout import ALIGN, round_up
 from deepzero.models.gpt import GPT
 from deepzero.ops import Muon, muon_groups
+from deepzero.planning.dry_run import ClusterShape, TrainStep, dry_run
 from deepzero.runtime.elementwise_check import check_elementwise
 from deepzero.runtime.optimizer_state import allocate_state, moment_bytes
 from deepzero.runtime.optimizers import build_optimizer
@@ -118,6 +120,16 @@ class TestGroups:
         assert len(matrices["params"]) == 4
         assert any(p is model.get_output_embeddings().weight for p in rest["params"])
 
+    @pytest.mark.parametrize("word", [None, False, True])
+    def test_a_head_of_another_name_is_suspected(self, caplog, word):
+        model = nn.ModuleDict({"embed": nn.Embedding(9, 4), "hidden": nn.Linear(4, 4), "out": nn.Linear(4, 9)})
+        if word is not None:
+            model["out"].weight.use_muon = word
+        with caplog.at_level("WARNING", "deepzero"):
+            matrices = muon_groups(model)[0]["params"]
+        assert len(matrices) == (1 if word is False else 2)
+        assert ("'out.weight', of the shape of an embedding" in caplog.text) is (word is None)
+
     def test_the_users_word_is_the_last(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
         model[0].weight.use_muon = False
@@ -223,3 +235,19 @@ class TestState:
         optimizer = Muon([{"params": params[:1], "use_muon": True}, {"params": params[1:], "use_muon": False}])
         allocate_state(optimizer)
         assert [sorted(optimizer.state[p]) for p in params] == [["momentum_buffer"], ["exp_avg", "exp_avg_sq", "step"]]
+
+
+def test_stage_3_sends_no_more_for_whole_matrices():
+    """Buckets of equal matrices belong to several layers, and stay until all of these are through."""
+    sent = {}
+    for name in ("Muon", "AdamW"):
+        config = {
+            "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": name, "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 3, "overlap_comm": True, "stage3_param_persistence_threshold": 1000},
+        }  # fmt: skip
+        shape = ModelConfig(n_layer=16, n_embd=256, n_head=4, block_size=8)
+        batch = (torch.zeros(1, 8, dtype=torch.long, device="meta"),) * 2
+        program = TrainStep(lambda shape=shape: GPT(shape), lambda batch=batch: batch, load_engine_config(config))
+        found = dry_run(program, ClusterShape(8, 8, "cpu"))
+        sent[name] = sum(traffic.elements for kind, traffic in found.traffic.items() if "all_gather" in kind)
+    assert sent["Muon"] <= 1.02 * sent["AdamW"]

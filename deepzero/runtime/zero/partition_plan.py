@@ -39,7 +39,7 @@ def plan_partitioning(
     world_size: int,
     whole: Container[int] = (),
 ) -> tuple[list[GroupLayout], int]:
-    """The groups of trained parameters, then of frozen ones, and how many elements a bucket may have. Pure numbers.
+    """The groups of trained parameters, then of frozen ones, and of how many elements limits are made. Pure numbers.
 
     ``names`` has all parameters, ``chosen`` the trainable ones of each optimizer group, as their gradients arrive;
     ``whole`` are the numbers of the optimizer groups whose parameters are not cut.
@@ -65,7 +65,10 @@ def plan_partitioning(
         for params, index, partitioned in cut
         if params
     ]
-    return groups, limit
+    # A layer's matrices that are not cut lie in a bucket for each size, with those of the next layers: what is fetched
+    # ahead, and what is kept until it is used again, has room for a row of every size.
+    sizes = [numel for g in groups if g.per_tensor and g.partitioned for numel in {p.numel() for p in g.params}]
+    return groups, max(limit, world_size * sum(sizes))
 
 
 def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
