@@ -39,7 +39,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/models": (545, 540),
     "deepzero/data": (527, 400),
     "deepzero/training": (1028, 380),
-    "deepzero/compat": (3340, 1200),
+    "deepzero/compat": (3360, 1200),
     "deepzero": (36_950, 23_500),
     "tools": (5990, 2700),
     "tools/book": (1153, 1000),
