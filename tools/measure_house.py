@@ -41,10 +41,10 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/training": (1028, 380),
     "deepzero/compat": (3360, 1200),
     "deepzero": (36_950, 23_500),
-    "tools": (5990, 2700),
+    "tools": (6030, 2700),
     "tools/book": (1153, 1000),
     "examples": (766, 700),
-    "tests": (30_700, 17_000),
+    "tests": (30_720, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
