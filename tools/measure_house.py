@@ -39,12 +39,12 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/models": (545, 540),
     "deepzero/data": (527, 400),
     "deepzero/training": (1028, 380),
-    "deepzero/compat": (3340, 1200),
-    "deepzero": (37_342, 23_500),
-    "tools": (6091, 2700),
+    "deepzero/compat": (3383, 1200),
+    "deepzero": (36_970, 23_500),
+    "tools": (6030, 2700),
     "tools/book": (1153, 1000),
     "examples": (766, 700),
-    "tests": (31_295, 17_000),
+    "tests": (30_725, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

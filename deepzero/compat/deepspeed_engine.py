@@ -129,6 +129,8 @@ class DeepSpeedEngine(EngineGetters):
             zero_to_fp32.leave_script(Path(save_dir).expanduser())
         return True
 
+    _change_recovery_script_permissions = staticmethod(zero_to_fp32.make_executable)
+
     def wait_for_checkpoint(self) -> None:
         """Return when the last asynchronous save is on the disk, or raise a CheckpointError if it failed."""
         self.checkpointer.wait()

@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from deepzero.checkpoint.manifest import shard_name
 from deepzero.comm import process_group
 from deepzero.comm.flight_recorder import world_group
 from deepzero.runtime import invariance
@@ -111,6 +113,11 @@ def _used(block: Any) -> Any:
     return block if block.device != "none" else None
 
 
+def _file_of_states(engine: Engine, checkpoints_path: str | Path, tag: str, expp_rank: int = 0) -> str:
+    """The file of a checkpoint that has this rank's optimizer states, and the parameters that they belong to."""
+    return str(Path(checkpoints_path, tag, shard_name(engine.comm.rank, engine.comm.world_size)))
+
+
 class EngineGetters(Engine):
     """An :class:`Engine` with DeepSpeed's getters."""
 
@@ -133,6 +140,8 @@ class EngineGetters(Engine):
     ledger = property(attrgetter("comm.ledger"))
     stage = property(attrgetter("zero.stage"))
     loss_scale = cur_scale = property(attrgetter("scaler.scale"))  # of the next loss; 1 outside fp16
+
+    _get_optimizer_ckpt_name = _file_of_states
 
     # ---- bits --------------------------------------------------------------------------------------------------------
 

@@ -131,7 +131,30 @@ def _of_strategy(read: Callable[[PlainAllGather], Any]) -> property:
     return property(answer)
 
 
+class PartitionView(torch.Tensor):
+    """A ``ds_tensor``, which is a view of a partition: ``ds_tensor.data = values`` writes into that.
+
+    What is computed from it, copied and saved is a plain tensor. Values of another size raise a RuntimeError.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _plain: Any = torch.Tensor.data
+    data = property(lambda view: view._plain, lambda view, values: view._plain.copy_(values.reshape(view.shape)))
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self._plain.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain.__reduce_ex__(protocol)
+
+
+def _with_view(kind: Any) -> property:
+    read = kind.ds_tensor.fget
+    return property(lambda param: read(param).as_subclass(PartitionView))
+
+
 for _kind in (ZeroParameter, PersistentParameter):
+    _kind.ds_tensor = _with_view(_kind)  # type: ignore[method-assign, assignment]
     for _name, _verb in {
         **{verb.__name__: verb for verb in (all_gather, all_gather_coalesced, partition, ds_summary)},
         # DeepSpeed's count of the modules that keep a parameter gathered, which trl clears before it generates. Here

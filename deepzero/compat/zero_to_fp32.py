@@ -30,6 +30,7 @@ from deepzero.checkpoint.manifest import BUFFER, listed
 from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, read_own
 from deepzero.comm import process_group
 from deepzero.compat import deepspeed_checkpoint
+from deepzero.compat.log import logger
 from deepzero.durable import flush_folder, write_whole
 from deepzero.runtime.zero.partition_parameters import GatheredParameters, PartitionedParameter, ZeroParameter
 
@@ -227,9 +228,17 @@ def leave_script(folder: Path) -> None:
     try:
         if not path.is_file() or path.read_bytes() != text:  # DeepSpeed's own would not read what was saved here
             write_whole(path, text)
-            path.chmod(0o755)
+            make_executable(path)
     except OSError as error:
         log.warning("%s could not be written (%s); the checkpoint is not concerned", path, error.strerror)
+
+
+def make_executable(path: str | Path) -> None:
+    """Let a script be run by its name; a line says why not, as on network shares that know no permissions."""
+    try:
+        Path(path).chmod(0o755)
+    except OSError as error:
+        logger.info("%s is not executable (%s): start it by python", path, error.strerror)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -399,11 +399,15 @@ def _precision(given: Mapping[str, Any]) -> PrecisionConfig:
         convert(bool, block.get("enabled", False), f"{name}.enabled")
     if bf16.get("enabled") and fp16.get("enabled"):
         raise ConfigError("bf16.enabled and fp16.enabled are both true; choose one")
-    _only(bf16, ["enabled"], "bf16")
+    _only(bf16, ["enabled", "check_grad_overflow"], "bf16")
+    of_scales = [name for name in _names(PrecisionConfig) if name not in ("dtype", "check_grad_overflow")]
+    _only(fp16, ["enabled", *of_scales], "fp16")
     # A block that is present but not enabled is still checked, so that enabling it later brings no surprise.
     scale = {key: value for key, value in fp16.items() if key != "enabled"}
     checked = build(PrecisionConfig, {**scale, "dtype": "fp16"}, "fp16")
-    return checked if fp16.get("enabled") else PrecisionConfig("bf16" if bf16.get("enabled") else "fp32")
+    skips = convert(bool, bf16.get("check_grad_overflow", False), "bf16.check_grad_overflow")
+    other = PrecisionConfig("bf16", check_grad_overflow=skips) if bf16.get("enabled") else PrecisionConfig()
+    return checked if fp16.get("enabled") else other
 
 
 def _typed(given: Mapping[str, Any], name: str) -> tuple[str, dict[str, Any]]:

@@ -76,7 +76,6 @@ STEERING: dict[str, tuple[bool | int | float, str]] = {
     "activation_checkpointing.number_checkpoints": (0, _IN_MODEL),
     "activation_checkpointing.synchronize_checkpoint_boundary": (False, _IN_MODEL),
     "activation_checkpointing.profile": (False, "nothing is printed"),
-    "bf16.check_grad_overflow": (True, "a gradient that is not finite always stops the run"),
     "optimizer.torch_adam": (False, "torch_adam is read among the optimizer's params"),
     "optimizer.legacy_fusion": (False, "there is one optimizer for fp16"),
 }

@@ -39,9 +39,18 @@ class PrecisionConfig(Section):
     """fp16, dynamic: the scale never falls below this."""
     auto_cast: bool = False
     """Cast floating-point inputs of ``engine(...)`` to the compute dtype."""
+    check_grad_overflow: bool = False
+    """bf16: skip a step whose gradients are not finite, as fp16 does, instead of stopping the run."""
+
+    @property
+    def skips_overflow(self) -> bool:
+        """Whether a step whose gradients are not finite is skipped."""
+        return self.dtype == "fp16" or self.check_grad_overflow
 
     def __post_init__(self) -> None:
         self.need(self.loss_scale >= 0, "loss_scale", "must be 0 (dynamic) or positive")
+        rule = "is for precision.dtype=bf16: fp16 always skips, fp32 never does"
+        self.need(self.dtype == "bf16" or not self.check_grad_overflow, "check_grad_overflow", rule)
         least = {"initial_scale_power": 0, "loss_scale_window": 1, "hysteresis": 1, "min_loss_scale": 1}
         for name, value in least.items():
             self.need(getattr(self, name) >= value, name, "is too small")
@@ -189,9 +198,10 @@ class EngineConfig(Section):
         What is not set, or not kept, is the default.
         """
         if key in ("bf16", "fp16"):
-            scale = {} if key == "bf16" else asdict(self.precision)
-            scale.pop("dtype", None)
-            return {"enabled": self.precision.dtype == key, **scale}
+            scale = asdict(self.precision)
+            skips = {"check_grad_overflow": scale.pop("check_grad_overflow")}
+            del scale["dtype"]
+            return {"enabled": self.precision.dtype == key, **(skips if key == "bf16" else scale)}
         name = "zero" if key == "zero_optimization" else key
         value = getattr(self, name) if name in [f.name for f in fields(self)] else None
         if isinstance(value, OptimizerConfig):

@@ -270,7 +270,7 @@ class RunConfig:
         # On the command line a loss scale without fp16 is a mistake. (In DeepSpeed's JSON a block may be switched off.)
         rule = f"is about fp16's loss scale, and precision.dtype={precision.dtype} has none; leave it out, or choose"
         for key in fields(PrecisionConfig):
-            idle = precision.dtype != "fp16" and key.name not in ("dtype", "auto_cast")
+            idle = precision.dtype != "fp16" and key.name not in ("dtype", "auto_cast", "check_grad_overflow")
             ok = not idle or getattr(precision, key.name) == key.default
             precision.need(ok, key.name, f"{rule} precision=fp16")
         step, steps = self.debug.inject_overflow_at, self.train.steps

@@ -307,7 +307,7 @@ class Engine(nn.Module):
                 zero.stage.publish()
             ledger.note("publish")
         else:
-            # An overflow, in fp16: parameters, moments and schedule stay, the smaller scale is tried on the next batch.
+            # An overflow: parameters, moments and schedule stay; in fp16 the smaller scale is tried on the next batch.
             self.skipped_steps += 1
             zero.forget_residuals()
             self.finish_delayed_update()  # an update that is ready would otherwise be two steps late
@@ -369,7 +369,7 @@ class Engine(nn.Module):
                 "Look at the data and at the weights that the run began with, lower the learning rate, or train in "
                 "bf16, whose range activations do not leave"
             )
-        if agreement.finite or self.config.precision.dtype == "fp16":
+        if agreement.finite or self.config.precision.skips_overflow:
             return
         self._drop_step()
         where = find_bad_gradient(self.module, self.zero.groups, self.zero.optimizer_shard.parts)

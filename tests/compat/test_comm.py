@@ -1,5 +1,6 @@
 """DeepSpeed's ways to join ranks, its collectives, and its accelerator."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -109,6 +110,9 @@ def test_arguments_that_cannot_be_used(tmp_path, monkeypatch, settings, error, w
 def test_who_logs(monkeypatch, joined):
     """Without ranks nobody, once there are several to choose from; each text once."""
     said = []
+    # A logger of its own: where DeepSpeed is installed, what libraries import of it changes the one of this name.
+    with mock.patch.object(logging, "getLogger", logging.Logger):
+        monkeypatch.setattr(log, "logger", log._made.__wrapped__())
     monkeypatch.setattr(log.logger, "log", lambda level, text: said.append(text))
     monkeypatch.setattr(process_group, "is_initialized", lambda: joined)
     monkeypatch.setattr(process_group, "rank", lambda: 0)
@@ -118,7 +122,10 @@ def test_who_logs(monkeypatch, joined):
             once(f"{ranks} once, {joined}", ranks)
     texts = ["None", "[]", "[1]", "[0]", "[-1]"][3 if joined else 0 :]
     assert said == [f"[Rank 0] {text}{ending}" for text in texts for ending in ("", f" once, {joined}")]
-    assert log.logger.warning_once is log.warning_once
+    log.logger.handlers[0].emit = said.append
+    for text in ("careful", "careful", "or not"):
+        log.logger.warning_once(text)
+    assert [record.getMessage() for record in said[-2:]] == ["careful", "or not"]
 
 
 def test_utilities():

@@ -1,6 +1,7 @@
 """DeepSpeed's words for stage 3's parameters: what its users call on a parameter, ``Init`` and modules."""
 
 import copy
+import pickle
 import tempfile
 
 import pytest
@@ -55,6 +56,15 @@ def test_verbs_on_a_parameter(rank, world):
         with pytest.raises(RuntimeError, match="in-place modification"):
             layer.weight.partition()
         assert layer.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and zero.is_zero_param(layer.weight)
+    for layer in (early, late):  # an assignment is a write into the partition
+        for param in (layer.weight, layer.bias):
+            param.ds_tensor.data = torch.full_like(param.ds_tensor.data, 7.0)
+            with pytest.raises(RuntimeError, match="invalid for input of size"):
+                param.ds_tensor.data = torch.zeros(param.ds_numel + 1)
+            made = (param.ds_tensor * 2, copy.deepcopy(param.ds_tensor), pickle.loads(pickle.dumps(param.ds_tensor)))
+            assert {type(one) for one in made} == {torch.Tensor} and (made[0] == 14).all() and (made[2] == 7).all()
+        with GatheredParameters(layer.weight):
+            assert (layer.weight == 7.0).all()
     assert late.bias.ds_persist and late.bias.ds_summary()["numel"] == late.bias.numel()
     late.weight.ds_active_sub_modules.clear()
     assert dist.get_world_size(late.bias.ds_process_group) == world and before.shape == late.weight.ds_tensor.shape

@@ -79,6 +79,7 @@ VALUES = [
     (["optimizer._target_=torch.optim.AdamX"], ["AdamX"]),
     (["optimizer._target_=torch.nn.Linear"], ["torch.nn.Linear"]),
     (["scheduler.warmup_steps=-1"], ["scheduler.warmup_steps=-1"]),
+    (["precision.dtype=fp32", "precision.check_grad_overflow=true"], ["check_grad_overflow", "bf16"]),
     (["precision.dtype=fp8"], ["precision.dtype='fp8'", "bf16"]),
     (["model.n_head=3"], ["model.n_head=3", "128"]),
     (["model.vocab_size=100"], ["model.vocab_size=100", "256"]),

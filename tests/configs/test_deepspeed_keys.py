@@ -82,6 +82,8 @@ def test_other_spellings_mean_the_same(given, plain):
     (zero(stage=2, stage3_gather_fp16_weights_on_model_save=True, gather_16bit_weights_on_model_save=True),
      "twice, under two of its names"),
     ({"bf16": {}, "bfloat16": {}}, "twice, under two of its names"),
+    ({"bf16": {"check_grad_overflow": "often"}}, "check_grad_overflow"),
+    ({"fp16": {"check_grad_overflow": True}}, "check_grad_overflow"),
     (zero(cpu_offload=True, offload_optimizer=CPU), "older word for offload_optimizer"),
     ({"zero_optimization.reduce_bucket": 5.5}, "unknown config key 'zero_optimization.reduce_bucket'"),
     ({"allgather_size": 5}, "unknown config key 'allgather_size'"),
@@ -173,13 +175,13 @@ def test_a_setting_by_its_key():
     config = load_engine_config({**zero(stage=3), **given, "bf16": {"enabled": True}})
     assert config.get("zero_optimization", {}).get("stage") == 3
     assert {key: config.get(key) for key in given} == given
-    assert (config.get("bf16"), config.get("fp16")["enabled"]) == ({"enabled": True}, False)
+    assert config.get("bf16") == {"enabled": True, "check_grad_overflow": False} and not config.get("fp16")["enabled"]
     for absent in ("tensor_parallel", "scheduler", "train_batch_size", "get", "least", "where"):
         assert config.get(absent, {}) == {} and config.get(absent) is None
     block = {"enabled": True, "auto_cast": True, "loss_scale": 8.0, "initial_scale_power": 3, "loss_scale_window": 2,
              "hysteresis": 1, "consecutive_hysteresis": True, "min_loss_scale": 2.0}  # fmt: skip
     config = load_engine_config({"fp16": block})
-    assert (config.get("fp16"), config.get("bf16")) == (block, {"enabled": False})
+    assert config.get("fp16") == block and not config.get("bf16")["enabled"]
 
 
 def test_a_nodes_own_storage_is_the_shared_one_on_one_machine(monkeypatch):

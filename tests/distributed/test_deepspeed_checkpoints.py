@@ -13,11 +13,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 import deepzero
 from deepzero.checkpoint.errors import CheckpointError
-from deepzero.compat import deepspeed_checkpoint, zero_to_fp32
+from deepzero.compat import deepspeed_checkpoint, log, zero_to_fp32
 from deepzero.compat.utilities import clone_tensors_for_torch_save
 from deepzero.runtime.zero.partition_parameters import GatheredParameters
 from deepzero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -253,6 +254,8 @@ def saves(rank, world, folder):
     engine = engine_for("stage3-fp16", 3)
     train(engine, 0, 3, rank)
     engine.save_checkpoint(folder, tag="ours", exclude_frozen_parameters=False)
+    with safe_open(engine._get_optimizer_ckpt_name(folder, "ours", 0), "pt") as file:
+        assert any("exp_avg" in key for key in file.keys())  # noqa: SIM118
     if rank == 0:
         (folder / "zero_to_fp32.py").write_text("")  # cut short: the next save puts it right
     engine.save_checkpoint(folder, tag="some", exclude_frozen_parameters=True, save_latest=False)
@@ -316,6 +319,16 @@ def test_weights_in_fp32_as_deepspeed_gives_them(ranks, theirs, tmp_path, monkey
     given.input_folder = str(tmp_path / "theirs" / "own")
     with pytest.raises(CheckpointError, match="DeepSpeed's own needs no conversion"):
         zero_to_fp32.convert_to_universal(given)
+
+
+def test_a_share_that_knows_no_permissions(tmp_path, monkeypatch):
+    """The script is there; a line on DeepSpeed's logger says that it is not executable."""
+    told = []
+    monkeypatch.setattr(log.logger, "info", lambda words, *values: told.append(words % values))
+    monkeypatch.setattr(Path, "chmod", mock.Mock(side_effect=PermissionError(1, "no permissions here")))
+    zero_to_fp32.leave_script(tmp_path)
+    assert (tmp_path / "zero_to_fp32.py").read_text().startswith("#!")
+    assert len(told) == 1 and "zero_to_fp32.py is not executable (no permissions here)" in told[0]
 
 
 def test_copies_for_torch_save(tmp_path):

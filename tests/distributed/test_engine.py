@@ -14,6 +14,7 @@ from tests.distributed.training import (
     SGD,
     VOCAB,
     TinyModel,
+    built,
     check_alike,
     config,
     go,
@@ -78,6 +79,23 @@ def test_nan_gradient_stops_and_names_the_parameter(rank, world, stage, precisio
     with pytest.raises(deepzero.NonFiniteError, match=r"^step 2: the gradient of blocks\.1\.1\.weight is not finite"):
         engine.step()
     assert engine.params_sha256() == before
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks()
+def test_bf16_skips_such_steps_where_it_is_asked_to(rank, world, stage):
+    """DeepSpeed's ``bf16.check_grad_overflow``: nothing moves, the schedule neither; the next batch is trained on."""
+    warm_up = {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_max_lr": 0.1}}
+    asked = {"bf16": {"enabled": True, "check_grad_overflow": True}, "scheduler": warm_up}
+    engine = built(config(stage=stage, precision="bf16", bucket=800) | asked)
+    go(engine, rank, world, 0, 2)
+    before, lr = engine.params_sha256(), engine.get_lr()
+    bad = engine.module.blocks[1][1].weight.register_hook(lambda grad: grad * (math.inf if rank == 0 else 1))
+    for skipped in (1, 2):
+        assert one_step(engine, rank, world, skipped).skipped and not engine.was_step_applied()
+        assert (engine.skipped_steps, engine.params_sha256(), engine.get_lr()) == (skipped, before, lr)
+    bad.remove()
+    assert not one_step(engine, rank, world, 3).skipped and engine.params_sha256() != before
 
 
 class Odd(nn.Module):
