@@ -151,8 +151,7 @@ class UnreducedGradients:
         group = self.groups[g]
         for lo, hi in self._gaps[g, bucket.index]:
             send_buffer[lo:hi].zero_()  # padding is summed and measured too, and the buffer held another bucket
-        targets: list[torch.Tensor] = []
-        gradients: list[torch.Tensor] = []
+        targets, gradients = list[torch.Tensor](), list[torch.Tensor]()
         for slot in bucket.slots:
             param = group.params[slot.index]
             target = send_buffer[slot.offset - bucket.offset : slot.end - bucket.offset]
