@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (527, 400),
     "deepzero/training": (1028, 380),
     "deepzero/compat": (3340, 1200),
-    "deepzero": (37_342, 23_500),
+    "deepzero": (37_343, 23_500),
     "tools": (6091, 2700),
     "tools/book": (1153, 1000),
     "examples": (766, 700),
-    "tests": (31_295, 17_000),
+    "tests": (31_298, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
