@@ -199,7 +199,7 @@ class Manifest:
 
     def other_micro_batch(self, micro_batch: int) -> str:
         """What is said where a run goes on with micro-batches of this size, if gradients are rounded otherwise then."""
-        was = self.batch["micro_batch"]
+        was = self.batch.get("micro_batch", micro_batch)  # DeepSpeed's checkpoints do not say
         if was == micro_batch:
             return ""
         count = self.batch["global_batch"] // was
