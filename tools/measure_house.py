@@ -27,10 +27,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1726, 1150),
     "deepzero/comm": (4429, 2720),
-    "deepzero/runtime": (4391, 3050),
-    "deepzero/runtime/zero": (5933, 4550),
+    "deepzero/runtime": (4421, 3050),
+    "deepzero/runtime/zero": (5935, 4550),
     "deepzero/offload": (3746, 2500),
-    "deepzero/checkpoint": (3692, 2610),
+    "deepzero/checkpoint": (3695, 2610),
     "deepzero/launch": (705, 650),
     "deepzero/health": (651, 560),
     "deepzero/monitor": (2662, 1600),
@@ -38,13 +38,13 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/profiling": (1233, 800),
     "deepzero/models": (544, 540),
     "deepzero/data": (527, 400),
-    "deepzero/training": (1024, 380),
-    "deepzero/compat": (3384, 1200),
-    "deepzero": (38_521, 23_500),
+    "deepzero/training": (1026, 380),
+    "deepzero/compat": (3409, 1200),
+    "deepzero": (38_583, 23_500),
     "tools": (6242, 2700),
     "tools/book": (1153, 1000),
     "examples": (766, 700),
-    "tests": (31_901, 17_000),
+    "tests": (31_996, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -93,9 +93,11 @@ class EngineState:
         """
         moments: dict[str, torch.Tensor] = {}
         scalars: dict[str, Any] = {}
-        for key, value in self.optimizer.state.get(run.master, {}).items():
+        state = self.optimizer.state.get(run.master, {})
+        for key, value in state.items():
             if torch.is_tensor(value) and value.dim() > 0 and value.shape == run.master.shape:
-                moments[key] = value
+                # What is read and written as one run has to lie so.
+                moments[key] = state[key] = value.contiguous()
             elif torch.is_tensor(value) and value.numel() != 1 and not run.per_tensor:
                 raise CheckpointError(
                     f"the optimizer keeps {key!r} of shape {tuple(value.shape)} for parameter {run.name!r}, which is "

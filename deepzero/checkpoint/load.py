@@ -244,6 +244,7 @@ class Loader:
         for key, dtype in moments.items():
             if key not in state:
                 state[key] = torch.zeros_like(master, dtype=TORCH_DTYPES[dtype], requires_grad=False)
+            state[key] = state[key].contiguous()
         return {key: state[key] for key in moments}
 
     # ---- 4 complete --------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from deepzero.runtime.zero import tensor_fragment
 from deepzero.runtime.zero.module_registry import LEAF, z3_leaf_module
 from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
 from deepzero.runtime.zero.partition_parameters import GatheredParameters, Init, PersistentParameter, ZeroParameter
+from deepzero.runtime.zero.partitioned_bucket import ZeroParamStatus
 from deepzero.runtime.zero.tensor_fragment import safe_get_full_grad, safe_set_full_grad
 
 ZeroParamType = Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE")
@@ -131,15 +132,33 @@ def _of_strategy(read: Callable[[PlainAllGather], Any]) -> property:
     return property(answer)
 
 
-class PartitionView(torch.Tensor):
-    """A ``ds_tensor``, which is a view of a partition: ``ds_tensor.data = values`` writes into that.
+def _assign(view: PartitionView, values: torch.Tensor) -> None:
+    param, plain = view._param, view._plain
+    if isinstance(param, PersistentParameter) or param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
+        raise RuntimeError(
+            f"an assignment to ds_tensor.data of parameter {param._zero.name!r}, which is whole on this rank, would "
+            "leave the ranks with different values; write inside GatheredParameters(param, modifier_rank=0)"
+        )
+    values, (bucket, _) = values.reshape(view.shape), param._zero.placed()
+    if bucket.owner is not None and bucket.owner.before_write is not None:
+        bucket.owner.before_write()
+    plain.copy_(values)
+    bucket.generation += 1
+    if bucket.owner is not None:
+        bucket.owner.accept_write(bucket, param)
 
-    What is computed from it, copied and saved is a plain tensor. Values of another size raise a RuntimeError.
+
+class PartitionView(torch.Tensor):
+    """A ``ds_tensor``, which is a view of a partition: ``ds_tensor.data = values`` writes into that, and its master.
+
+    What is computed from it, copied and saved is a plain tensor. Values of another size raise a RuntimeError, as does
+    an assignment while the parameter is whole on the rank.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _plain: Any = torch.Tensor.data
-    data = property(lambda view: view._plain, lambda view, values: view._plain.copy_(values.reshape(view.shape)))
+    _param: Any
+    data = property(lambda view: view._plain, _assign)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self._plain.clone()
@@ -150,7 +169,13 @@ class PartitionView(torch.Tensor):
 
 def _with_view(kind: Any) -> property:
     read = kind.ds_tensor.fget
-    return property(lambda param: read(param).as_subclass(PartitionView))
+
+    def ds_tensor(param: Any) -> PartitionView:
+        view: PartitionView = read(param).as_subclass(PartitionView)
+        view._param = param
+        return view
+
+    return property(ds_tensor)
 
 
 for _kind in (ZeroParameter, PersistentParameter):

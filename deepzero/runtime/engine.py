@@ -358,16 +358,18 @@ class Engine(nn.Module):
     def _check_finite(self, agreement: StepAgreement) -> None:
         """Stop before anything is updated, and say where it began, when no smaller loss scale can help."""
         state = self.state
-        state.bad_losses = state.bad_losses + 1 if not agreement.finite and agreement.bad_losses else 0
+        # A loss scale that falls ends a run of overflows by itself; in bf16 nothing does.
+        hopeless = bool(agreement.bad_losses) or self.config.precision.check_grad_overflow
+        state.bad_losses = state.bad_losses + 1 if not agreement.finite and hopeless else 0
         if state.bad_losses >= BAD_LOSSES:
             self._drop_step()
             losses = ", ".join(f"{value} on rank {rank}" for rank, value in agreement.bad_losses)
+            what = f"the loss is not finite ({losses})" if losses else "gradients are not finite"
             raise NonFiniteError(
-                f"step {self.global_steps + 1}: the loss is not finite ({losses}), in {state.bad_losses} optimizer "
-                "steps in a row. The forward pass gives it before the loss scale multiplies it, so no smaller scale "
-                f"helps. Parameters and optimizer state are those of step {self.global_steps + 1 - state.bad_losses}. "
-                "Look at the data and at the weights that the run began with, lower the learning rate, or train in "
-                "bf16, whose range activations do not leave"
+                f"step {self.global_steps + 1}: {what}, in {state.bad_losses} optimizer steps in a row, and no smaller "
+                "scale helps. Parameters and optimizer state are those of step "
+                f"{self.global_steps + 1 - state.bad_losses}. Look at the data and at the weights that the run began "
+                "with, lower the learning rate, or leave fp16 for bf16, whose range activations do not leave"
             )
         if agreement.finite or self.config.precision.skips_overflow:
             return

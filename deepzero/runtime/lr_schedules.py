@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,11 @@ from typing import Any, Literal
 
 import torch
 
+from deepzero.comm import process_group
 from deepzero.config.engine import SchedulerConfig
 from deepzero.config.strict import ConfigError, Section, build, convert, require
+
+log = logging.getLogger(__name__)
 
 PerGroup = float | tuple[float, ...]
 """One number for all parameter groups, or one for each."""
@@ -197,7 +201,7 @@ class WarmupLR(DeepSpeedWarmup):
 class WarmupDecayLR(WarmupLR):
     """Up as in :class:`WarmupLR`, then a straight line that ends at ``warmup_min_lr`` when all steps are done."""
 
-    warmup_max_lr: PerGroup = 0.001
+    warmup_max_lr: PerGroup | None = 0.001
     total_num_steps: int | None = None  # T; None: the length of the run
 
     def _after(self, done: int) -> float:
@@ -422,5 +426,11 @@ def build_scheduler(
             if total_steps is None:
                 raise ConfigError(f"scheduler.type={config.type!r} needs scheduler.params.{name}, in optimizer steps")
             params[name] = total_steps
-    curve = build(cls, params, "scheduler.params")
+    curve, own = build(cls, params, "scheduler.params"), {float(group["lr"]) for group in optimizer.param_groups}
+    for name in ("warmup_max_lr", "cycle_max_lr"):
+        if len(own) > 1 and isinstance(one := getattr(curve, name, None), float) and process_group.rank() == 0:
+            log.warning(
+                "scheduler.params.%s=%g gives all param groups one learning rate, and the optimizer's own are %s; give "
+                "a list, one for each group, if they are to stay apart", name, one, sorted(own),
+            )  # fmt: skip
     return Scheduler(optimizer, curve.for_optimizer(optimizer) if isinstance(curve, OneCycle) else curve, last)

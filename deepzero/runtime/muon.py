@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 USE_MUON = "use_muon"
 HEADS = ("lm_head", "head", "embed_out", "output_embeddings")
 """Names by which models call the module that makes logits; Hugging Face's say which it is."""
+TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def muon_groups(model: nn.Module, params: Iterable[Any] | None = None) -> list[dict[str, Any]]:
@@ -44,9 +45,9 @@ def muon_groups(model: nn.Module, params: Iterable[Any] | None = None) -> list[d
         >>> [(group["use_muon"], len(group["params"])) for group in muon_groups(model)]
         [(True, 1), (False, 2)]
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
     named = [(name.rpartition(".")[2], module) for name, module in model.named_modules()]
-    ends = [m for name, m in named if isinstance(m, nn.Embedding) or name in HEADS or m is head]
+    heads = {_head_of(module) for _, module in named}
+    ends = [m for name, m in named if isinstance(m, TABLES) or name in HEADS or m in heads]
     at_ends = {id(param) for module in ends for param in module.parameters()}
     is_matrix = lambda p: bool(getattr(p, USE_MUON, p.dim() == 2 and id(p) not in at_ends))
     listed = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
@@ -54,6 +55,7 @@ def muon_groups(model: nn.Module, params: Iterable[Any] | None = None) -> list[d
     split: list[dict[str, Any]] = []
     for group in [{"params": plain}, *(item for item in listed if isinstance(item, Mapping))]:
         inside = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        inside = [p[1] if isinstance(p, tuple) else p for p in inside]
         for use_muon in (True, False):
             chosen = [p for p in inside if bool(group.get(USE_MUON, is_matrix(p))) is use_muon]
             split.append({**group, "params": chosen, USE_MUON: use_muon})
@@ -66,14 +68,24 @@ def _tell(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
     """Say what Muon trains, and warn of what may be a head that no rule knows."""
     names = {param: name for name, param in model.named_parameters()}
     chosen = {p for group in groups if group[USE_MUON] for p in group["params"]}
-    matrices = [param for param in names if param in chosen]  # as the model has them: a head comes last
+    matrices = [param for param in names if param in chosen]
     log.info("Muon trains %d matrices of %d elements", len(matrices), sum(param.numel() for param in matrices))
-    tables = [module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)]
-    if matrices and matrices[-1].shape in tables and not hasattr(matrices[-1], USE_MUON):
+    tables = [module.weight.shape for module in model.modules() if isinstance(module, TABLES)]
+    alike = [param for param in matrices if param.shape in tables and not hasattr(param, USE_MUON)]
+    if len(alike) == 1:  # several are a model's layers, which happen to have an embedding's shape
         log.warning(
             "parameter %r, of the shape of an embedding, is trained by Muon; if it is the output head, set its "
-            "attribute use_muon to False, which leaves it to AdamW; else set it to True", names[matrices[-1]],
+            "attribute use_muon to False, which leaves it to AdamW; else set it to True", names[alike[0]],
         )  # fmt: skip
+
+
+def _head_of(module: nn.Module) -> nn.Module | None:
+    """What a module of Hugging Face's says is its output head, if it has one."""
+    try:
+        head: nn.Module | None = getattr(module, "get_output_embeddings", lambda: None)()
+    except (AttributeError, NotImplementedError):  # of parts of a model
+        return None
+    return head
 
 
 class Muon(torch.optim.Optimizer):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from deepzero.config.strict import ConfigError
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.runtime.elementwise_check import borrowed, settings_of, state_like
 from deepzero.runtime.muon import Muon, inner_class
@@ -136,6 +137,11 @@ def moment_bytes(optimizer: torch.optim.Optimizer, device: torch.device, number:
         return StateBytes({})
     # What is cut is 1-D, whatever it was; what is whole keeps its dimensions, by which the state may go.
     kinds = {param.dim() for param in group["params"]} if is_per_tensor(optimizer, group) else {1}
+    if max(kinds) > len(EXTENTS):
+        raise ConfigError(
+            f"a parameter of {max(kinds)} dimensions in a group that is per tensor, where {len(EXTENTS)} are the most: "
+            "show it with fewer, or leave it to an elementwise group"
+        )
     return StateBytes.of_trial({dims: _state_of(optimizer, group, EXTENTS[:dims], device) for dims in kinds})
 
 

@@ -81,7 +81,9 @@ def preflight(run: RunConfig, world_size: int, device: str) -> None:
             raise ConfigError(f"train.compile=true: {problem}; leave it out")
     if run.engine.optimizer is None or run.engine.scheduler is None:
         raise ConfigError("train.py needs an optimizer and a scheduler: choose them with optimizer=… and scheduler=…")
-    optimizer = build_optimizer(run.engine.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+    # A stand-in with as many param groups as the model gives: Muon has one for matrices and one for the rest.
+    small = torch.nn.Sequential(torch.nn.Embedding(2, 2), torch.nn.Linear(2, 2))
+    optimizer = build_optimizer(run.engine.optimizer, small.parameters(), model=small)
     check_elementwise(optimizer, run.engine.zero.overlap_param_gather, run.engine.zero.stage > 0)
     build_scheduler(run.engine.scheduler, optimizer, run.train.steps)
     corpus, size = load_corpus(run.data), run.model.vocab_size

@@ -13,6 +13,7 @@ import deepzero
 from deepzero import utils, zero
 from deepzero.comm import process_group
 from deepzero.compat import zero_to_fp32
+from deepzero.utils import safe_get_full_fp32_param
 from deepzero.zero import GatheredParameters, OffloadStateTypeEnum, ZeroParamStatus
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import WHOLE, config, make_model, one_step, start
@@ -56,8 +57,10 @@ def test_verbs_on_a_parameter(rank, world):
         with pytest.raises(RuntimeError, match="in-place modification"):
             layer.weight.partition()
         assert layer.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and zero.is_zero_param(layer.weight)
+    with pytest.raises(RuntimeError, match="would leave the ranks with different values"):
+        late.bias.ds_tensor.data = late.bias.ds_tensor
     for layer in (early, late):  # an assignment is a write into the partition
-        for param in (layer.weight, layer.bias):
+        for param in (early.weight, early.bias) if layer is early else (late.weight,):
             param.ds_tensor.data = torch.full_like(param.ds_tensor.data, 7.0)
             with pytest.raises(RuntimeError, match="invalid for input of size"):
                 param.ds_tensor.data = torch.zeros(param.ds_numel + 1)
@@ -73,6 +76,19 @@ def test_verbs_on_a_parameter(rank, world):
         late(torch.ones(1, late.in_features))  # outside of a forward pass of the whole
         assert not torch.isnan(late.weight).any()
     one_step(engine.train(), rank, world)
+
+
+@on_ranks()
+def test_an_assignment_to_a_partition_reaches_the_master(rank, world):
+    """Where that is another tensor: it is what the next step begins with, and what is saved."""
+    sgd = {"type": "SGD", "params": {"lr": 0.0}}
+    engine = start(make_model(), stage=3, precision="bf16", bucket=300, zero=WHOLE, optimizer=sgd)
+    weight = engine.module.blocks[0][1].weight
+    weight.ds_tensor.data = torch.full_like(weight.ds_tensor.data, 3.0)
+    assert (safe_get_full_fp32_param(weight) == 3.0).all()
+    one_step(engine, rank, world)
+    with GatheredParameters(weight):
+        assert (weight == 3.0).all()
 
 
 @pytest.mark.parametrize("gathered", [True, False])

@@ -96,6 +96,11 @@ def test_bf16_skips_such_steps_where_it_is_asked_to(rank, world, stage):
         assert (engine.skipped_steps, engine.params_sha256(), engine.get_lr()) == (skipped, before, lr)
     bad.remove()
     assert not one_step(engine, rank, world, 3).skipped and engine.params_sha256() != before
+    engine.module.blocks[1][1].weight.register_hook(lambda grad: grad * math.inf)
+    for step in range(4, 8):
+        one_step(engine, rank, world, step)
+    with pytest.raises(deepzero.NonFiniteError, match="gradients are not finite, in 5 optimizer steps in a row"):
+        one_step(engine, rank, world, 8)
 
 
 class Odd(nn.Module):

@@ -368,3 +368,34 @@ def test_checkpoints_cross_stages_and_ranks(ranks, tmp_path, optimizer, places):
             loaded, said = ranks.run(load, folder, given, 2, world_size=other_world)[0]
             assert loaded == saved
             assert said == (goes_on if other_world == world else pytest.approx(goes_on, rel=1e-3))
+
+
+class Columns(torch.optim.SGD):
+    """Keeps a state of the parameter's shape that lies column by column, and one of another shape."""
+
+    per_tensor = True
+
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            if param.dim() == 2 and param.grad is not None:
+                state = self.state[param]
+                state["kept"] = state["kept"] + 1 if "kept" in state else torch.ones_like(param.t().contiguous()).t()
+                state["sums"] = torch.zeros(3)
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_a_state_that_lies_by_columns(rank, world, tmp_path):
+    given = config(stage=1)
+    del given["optimizer"]
+    model = Matrices()
+    engine, *_ = deepzero.initialize(model=model, config=given, optimizer=Columns(model.parameters(), lr=0.1))
+    for step in range(2):
+        one_step(engine, rank, world, step)
+    engine.save_checkpoint(tmp_path)
+    one_step(engine, rank, world, 2)
+    engine.load_checkpoint(tmp_path)
+    weight = model.blocks[0][2].weight
+    assert torch.equal(safe_get_full_optimizer_state(weight, "kept"), torch.full(weight.shape, 2.0))
+    with pytest.raises(ValueError, match=r"it keeps kept, sums \(of another shape\)"):
+        safe_get_full_optimizer_state(weight, "sums")

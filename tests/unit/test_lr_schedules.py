@@ -356,3 +356,14 @@ def test_scheduler_works_with_a_curve_of_the_users():
     scheduler.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 2.0
+
+
+@pytest.mark.parametrize(("kind", "params", "said"), [
+    ("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": 0.1, "cycle_first_step_size": 2}, 1),
+    ("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": [0.1, 0.2], "cycle_first_step_size": 2}, 0),
+    ("WarmupDecayLR", {"total_num_steps": 5, "warmup_max_lr": None}, 0), ("WarmupDecayLR", {"total_num_steps": 5}, 1),
+])  # fmt: skip
+def test_one_rate_for_groups_that_have_their_own_is_said(kind, params, said, caplog):
+    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in (0.05, 0.002)])
+    build_scheduler(SchedulerConfig(kind, params), optimizer)
+    assert [record.args[2] for record in caplog.records] == [[0.002, 0.05]] * said

@@ -251,3 +251,35 @@ def test_stage_3_sends_no_more_for_whole_matrices():
         found = dry_run(program, ClusterShape(8, 8, "cpu"))
         sent[name] = sum(traffic.elements for kind, traffic in found.traffic.items() if "all_gather" in kind)
     assert sent["Muon"] <= 1.02 * sent["AdamW"]
+
+
+def test_more_dimensions_than_are_tried_are_refused():
+    weights = [torch.zeros(2, 2, 2, 2, 2, 2, requires_grad=True)]
+    optimizer = optim.AdamW([{"params": weights, "per_tensor": True}])
+    with pytest.raises(ConfigError, match="a parameter of 6 dimensions in a group that is per tensor, where 5"):
+        moment_bytes(optimizer, torch.device("cpu"))
+
+
+class Wrapped(nn.Module):
+    """As a model of Hugging Face's inside of another module; some of their modules do not answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.table, self.inner.hidden, self.inner.to_words = (
+            nn.EmbeddingBag(8, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 8),
+        )
+        self.inner.get_output_embeddings = lambda: self.inner.to_words
+        self.inner.hidden.get_output_embeddings = self.silent
+
+    def silent(self):
+        raise NotImplementedError
+
+
+def test_a_wrapped_models_head_and_named_groups():
+    model = Wrapped()
+    for params in (None, [{"params": list(model.named_parameters())}]):
+        matrices = [p for group in muon_groups(model, params) if group["use_muon"] for p in group["params"]]
+        assert [tuple(p.shape) for p in matrices] == [(4, 4)] and matrices[0] is model.inner.hidden.weight

@@ -144,7 +144,7 @@ class ParamFragment:
         if tensor is None:
             return torch.zeros(0, dtype=torch.float32, device=self.group.device)
         # On the device, also when it is kept in host memory: fragments are put together there.
-        return tensor.detach().to(device=self.group.device, dtype=torch.float32, copy=True).view(-1)
+        return tensor.detach().to(device=self.group.device, dtype=torch.float32, copy=True).reshape(-1)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's fragment of a whole parameter's extent, 1-D."""
@@ -197,16 +197,18 @@ class ParamFragment:
             ValueError: the optimizer keeps other state, or a number for the whole parameter.
         """
         mine: list[str] = []
+        others: list[str] = []
         if self.tensors is not None:
             master = self.tensors.master
             state = self.engine.optimizer.state.get(master, {})
             mine = [kept for kept, value in state.items() if torch.is_tensor(value) and value.shape == master.shape]
-        ranks = self.engine.comm.all_gather_object(mine) if everywhere else [mine]
-        known = sorted({kept for rank in ranks for kept in rank})
-        if known and key not in known:
+            others = [f"{kept} (of another shape)" for kept in state if kept not in mine and kept != "step"]
+        ranks = self.engine.comm.all_gather_object((mine, others)) if everywhere else [(mine, others)]
+        known, rest = (sorted({kept for rank in ranks for kept in rank[which]}) for which in (0, 1))
+        if (known or rest) and key not in known:
             raise ValueError(
                 f"the optimizer keeps no state {key!r} for each element of parameter {self.name!r}; it keeps "
-                f"{', '.join(known)}"
+                f"{', '.join(known + rest)}"
             )
         return bool(known)
 
