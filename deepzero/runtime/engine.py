@@ -358,8 +358,7 @@ class Engine(nn.Module):
     def _check_finite(self, agreement: StepAgreement) -> None:
         """Stop before anything is updated, and say where it began, when no smaller loss scale can help."""
         state = self.state
-        # A loss scale that falls ends a run of overflows by itself; in bf16 nothing does.
-        hopeless = bool(agreement.bad_losses) or self.config.precision.check_grad_overflow
+        hopeless = agreement.bad_losses or self.config.precision.check_grad_overflow  # in fp16 the scale falls
         state.bad_losses = state.bad_losses + 1 if not agreement.finite and hopeless else 0
         if state.bad_losses >= BAD_LOSSES:
             self._drop_step()
@@ -367,9 +366,8 @@ class Engine(nn.Module):
             what = f"the loss is not finite ({losses})" if losses else "gradients are not finite"
             raise NonFiniteError(
                 f"step {self.global_steps + 1}: {what}, in {state.bad_losses} optimizer steps in a row, and no smaller "
-                "scale helps. Parameters and optimizer state are those of step "
-                f"{self.global_steps + 1 - state.bad_losses}. Look at the data and at the weights that the run began "
-                "with, lower the learning rate, or leave fp16 for bf16, whose range activations do not leave"
+                f"scale helps. Parameters and states are those of step {self.global_steps + 1 - state.bad_losses}. "
+                "Look at the data and the first weights, lower the learning rate, or leave fp16 for bf16's range"
             )
         if agreement.finite or self.config.precision.skips_overflow:
             return
