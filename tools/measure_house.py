@@ -29,8 +29,8 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/comm": (4429, 2720),
     "deepzero/runtime": (4419, 3050),
     "deepzero/runtime/zero": (5935, 4550),
-    "deepzero/offload": (3746, 2500),
-    "deepzero/checkpoint": (3695, 2610),
+    "deepzero/offload": (3778, 2500),
+    "deepzero/checkpoint": (3699, 2610),
     "deepzero/launch": (705, 650),
     "deepzero/health": (651, 560),
     "deepzero/monitor": (2662, 1600),
@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (527, 400),
     "deepzero/training": (1026, 380),
     "deepzero/compat": (3409, 1200),
-    "deepzero": (38_581, 23_500),
+    "deepzero": (38_617, 23_500),
     "tools": (6242, 2700),
     "tools/book": (1153, 1000),
     "examples": (766, 700),
-    "tests": (31_996, 17_000),
+    "tests": (32_019, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

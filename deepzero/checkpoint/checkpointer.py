@@ -87,6 +87,8 @@ class Checkpointer:
             raise CheckpointError(
                 f"{self.half_loaded}: the engine holds a mixture of two states. Load another one, or start again"
             )
+        if (offload := self.engine.zero.offload) is not None and not call.startswith("load_"):
+            offload.check_states()
 
     def holdings(self) -> EngineState:
         """The engine's model state, as a checkpoint stores it."""
@@ -208,6 +210,8 @@ class Checkpointer:
             if not module_only:
                 self._take_counters(loader, optimizer)
         self.half_loaded = None
+        if (offload := self.engine.zero.offload) is not None and optimizer and not module_only:
+            offload.states_replaced()
         there = [decode(group.get("lr"), {}) for group in reader.manifest.optimizer.get("groups", ())]
         here = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
         if optimizer and there != here and self.engine.comm.rank == 0:

@@ -134,6 +134,18 @@ def at_a_block(room: torch.Tensor) -> torch.Tensor:
     return room[-room.data_ptr() % BLOCK :]
 
 
+def finish_all(transfers: Iterable[Transfer | BucketBuffer]) -> None:
+    """Wait for all of them, and raise the first error afterwards: nothing is under way when this has returned."""
+    failed: RuntimeError | None = None
+    for transfer in transfers:
+        try:
+            transfer.finish()
+        except RuntimeError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
 # ---- what lies where -------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +221,16 @@ class FileOffload(Offload):
         super().finish_reads()
         if self.ahead is not None:
             self.ahead.discard()
+
+    def check_states(self) -> None:
+        """Raise a RuntimeError where a disk has left states half old, half new."""
+        for store in self.files:
+            store.check()
+
+    def states_replaced(self) -> None:
+        """All states have been loaded: what a disk has left half done, too."""
+        for store in self.files:
+            store.broken = None
 
     def close_step(self) -> None:
         """An optimizer step is complete: the next one is likely to fetch in the same order."""
@@ -299,14 +321,21 @@ class ReadAhead:
             self.discard()
         if self._coming:
             version, room, read = self._coming.popleft()
-            read.finish()
+            self._finish(room, read)
             if version == fetch.view._version:
                 return room
             self._free.append((room, None))
             self.discard()  # it was written since, and so may be what follows
         room, read = self._read(fetch, FILE_FETCH if in_step else FILE_FETCH_BETWEEN_STEPS)
-        read.finish()
+        self._finish(room, read)
         return room
+
+    def _finish(self, room: torch.Tensor, read: Transfer) -> None:
+        try:
+            read.finish()
+        except RuntimeError:
+            self._free.append((room, None))
+            raise
 
     def _read(self, fetch: FileFetch, kind: str) -> tuple[torch.Tensor, Transfer]:
         room, copy = self._free.popleft()
@@ -319,7 +348,8 @@ class ReadAhead:
         """Use nothing that has been read: parameters are about to be written."""
         while self._coming:
             _, room, read = self._coming.popleft()
-            read.finish()
+            with contextlib.suppress(RuntimeError):  # nobody wants it any more
+                read.finish()
             self._free.append((room, None))
 
     def restart(self) -> None:
@@ -444,9 +474,9 @@ class BucketBuffer:
         self._transfers = [how(store, mine, padding, where) for store, mine in moved.items()]
 
     def finish(self) -> None:
-        """Wait until the last transfer is over."""
-        for transfer in self._transfers:
-            transfer.finish()
+        """Wait until every transfer is over, also behind one that has failed, whose error is raised then."""
+        transfers, self._transfers = self._transfers, []
+        finish_all(transfers)
 
     def is_over(self) -> bool:
         """Whether :meth:`finish` would not wait."""
@@ -489,11 +519,6 @@ class FileOptimizerShard(HostOptimizerShard):
         super().__init__(host, *given, **more)
         rooms = [at_a_block(host.allocate(*plan)) for plan in host.buffers]
         self._buffers = [BucketBuffer(room, host) for room in rooms]
-
-    def drop_pending_update(self) -> None:
-        """Everything is about to be replaced: what a disk has left half done, too."""
-        for store in self.host.files:
-            store.broken = None
 
     def _pieces(self, upload: HostParamUpload) -> list[FilePiece]:
         """What of a bucket lies in files."""
@@ -555,5 +580,4 @@ class FileOptimizerShard(HostOptimizerShard):
                     read_next()
         finally:
             # Whoever reads states outside of a step reads them through the mapping: nothing may be under way.
-            for buffer in self._buffers:
-                buffer.finish()
+            finish_all(self._buffers)

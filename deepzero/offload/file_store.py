@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import mmap
 import os
 import shutil
@@ -120,8 +121,9 @@ class FileStore:
                 self._descriptor = descriptor = os.dup(file.fileno())
         except OSError as error:
             raise ConfigError(f"{setting}: no file can be made there ({error.strerror})") from None
-        # Whoever forgets to destroy an engine loses no disk space by it.
         self._close = weakref.finalize(self, os.close, descriptor)
+        if shutil.disk_usage(self.folder).free < self.nbytes:
+            gc.collect()  # an engine that was destroyed may lie in a cycle, and hold its file
         free = shutil.disk_usage(self.folder).free
         try:
             os.posix_fallocate(descriptor, 0, max(self.nbytes, 1))
@@ -220,11 +222,11 @@ class FileStore:
         def end(futures: list[Future[float]], began: float, waited: float) -> None:
             error = next((found for found in (future.exception() for future in futures) if found is not None), None)
             if error is not None:
-                self.broken = (
-                    f"{self.where}={self.folder!r}: the disk has failed ({error}), and what lies there is half old, "
-                    "half new; load a checkpoint"
-                )
-                raise RuntimeError(self.broken) from error
+                told = f"{self.where}={self.folder!r}: the disk has failed ({error})"
+                if kind == FILE_WRITE:  # reading damages nothing
+                    told += ", and what lies there is half old, half new; load a checkpoint"
+                    self.broken = told
+                raise RuntimeError(told) from error
             took = max((future.result() for future in futures), default=began) - began
             self._wire.meter.legs[kind].add(moved, took, waited)
 

@@ -97,6 +97,12 @@ class Offload:
         """The ledger's word for what is allocated under ``category``."""
         return category
 
+    def check_states(self) -> None:
+        """Raise where what lies here is damaged. Memory does not fail; files do."""
+
+    def states_replaced(self) -> None:
+        """A checkpoint with the optimizer's states has been loaded."""
+
     def close_step(self) -> None:
         """An optimizer step is complete."""
         self.meter.close_step()

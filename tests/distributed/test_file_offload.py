@@ -2,10 +2,13 @@
 
 import contextlib
 import errno
+import fcntl
+import itertools
 import os
 import re
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -237,15 +240,35 @@ def test_a_disk_that_fails_in_a_step(rank, world, tmp_path):
     losses = go(engine, rank, world, 0, 1)
     engine.save_checkpoint(tmp_path / "saved")
     losses += go(engine, rank, world, 1, 3)
-    broken, words = OSError(errno.EIO, "Input/output error"), r"nvme_path=.*has failed .*Input/output error.*load a ch"
-    with mock.patch("os.pwritev", side_effect=broken), pytest.raises(RuntimeError, match=words):
+    words = r"nvme_path=.*has failed .*Input/output error.*load a ch"
+    shard, write, calls = engine.zero.optimizer_shard, os.pwritev, itertools.count()
+    step = shard.step
+
+    def failing(*given):
+        """The first write of a step fails, the others are slow: what is under way must not land on what is loaded."""
+        if next(calls) == 0:
+            raise OSError(errno.EIO, "Input/output error")
+        time.sleep(0.2)
+        return write(*given)
+
+    def step_on_a_bad_disk(*given):
+        with mock.patch("os.pwritev", failing):
+            step(*given)
+
+    with mock.patch.object(shard, "step", step_on_a_bad_disk), pytest.raises(RuntimeError, match=words):
         go(engine, rank, world, 3, 4)
+    assert next(calls) > 1
     engine.discard_gradients()
+    for refused in (lambda: go(engine, rank, world, 3, 4), lambda: engine.save_checkpoint(tmp_path / "torn")):
+        with pytest.raises(RuntimeError, match="load a checkpoint"):
+            refused()
+    engine.discard_gradients()
+    engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
     with pytest.raises(RuntimeError, match="load a checkpoint"):
         go(engine, rank, world, 3, 4)
     engine.discard_gradients()
     engine.load_checkpoint(tmp_path / "saved")
-    assert go(engine, rank, world, 1, 3) == losses[1:]
+    assert go(engine, rank, world, 1, 3) == losses[1:] and not (tmp_path / "torn").exists()
 
 
 @on_ranks()
@@ -268,8 +291,8 @@ def test_a_state_that_was_replaced(rank, world, tmp_path):
 def test_without_direct_io(rank, world, tmp_path):
     """A file system that takes none: the same bits through the page cache, and the engine says so."""
     found = []
-    for flags in (None, OSError(errno.EINVAL, "Invalid argument")):
-        with mock.patch("deepzero.offload.file_store.fcntl.fcntl", side_effect=flags, return_value=0):
+    for flags in (fcntl.fcntl, OSError(errno.EINVAL, "Invalid argument")):
+        with mock.patch("deepzero.offload.file_store.fcntl.fcntl", side_effect=flags):
             engine = built(settings(3, tmp_path, {}, precision="bf16"), Wide)
         go(engine, rank, world, 0, 3)
         found.append((engine.params_sha256(), engine.zero.offload.describe(engine.optimizer)))
