@@ -106,5 +106,4 @@ def test_a_file_that_ends_too_early(store, monkeypatch):
         read = store.read([(masters[:4096], room)], 0, "")
         with pytest.raises(RuntimeError, match=r"the disk has failed \(the file ends at byte 0\)"):
             read.finish()
-    with pytest.raises(RuntimeError, match="load a checkpoint"):
-        store.check()
+    store.check()  # reading damages nothing
