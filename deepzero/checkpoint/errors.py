@@ -36,6 +36,10 @@ class NoCheckpoint(CheckpointError):
     """Nothing has been saved there yet: what a run meets that begins."""
 
 
+class OtherModel(CheckpointError):
+    """The checkpoint's parameters or buffers are not those of the model."""
+
+
 def said_complete(path: Path) -> str:
     """What is known of a checkpoint whose bytes nobody has read, and who reads them."""
     return f"{path} is complete (whether it is whole, `python -m tools.verify` says)"

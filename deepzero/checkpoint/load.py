@@ -23,7 +23,7 @@ import torch
 from deepzero.checkpoint import rng
 from deepzero.checkpoint.checkpoint_dir import complete_beside
 from deepzero.checkpoint.engine_state import EngineState, class_name, flat, plain_name
-from deepzero.checkpoint.errors import CheckpointError, NoCheckpoint, naming, reason, together
+from deepzero.checkpoint.errors import CheckpointError, NoCheckpoint, OtherModel, naming, reason, together
 from deepzero.checkpoint.json_codec import TORCH_DTYPES, decode, tensor_names
 from deepzero.checkpoint.manifest import BUFFER, MASTER, PARAMETER, RNG, ParameterInfo, buffer_key, listed
 from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, read_own, remaining
@@ -109,8 +109,9 @@ class Loader:
     def compare(self) -> None:
         """Raise a :class:`CheckpointError` on all ranks when the checkpoint does not fit one. Nothing changes."""
         keys: tuple[set[str], set[str]] = set(), set()
-        with together():
+        with together(error=OtherModel):
             self._compare_model()
+        with together():
             for run in self.holdings.runs():
                 for known, kept in zip(keys, self.holdings.optimizer_state(run), strict=True):
                     known.update(kept)

@@ -100,7 +100,7 @@ def convert(kind: Any, value: Any, path: str) -> Any:
         return value
     if origin is typing.Literal:
         if value not in args:
-            near = difflib.get_close_matches(str(value), [str(a) for a in args], n=1)
+            near = difflib.get_close_matches(str(value), [str(a) for a in args], n=1, cutoff=0.7)  # gpu is not cpu
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{path}={value!r} is not one of {', '.join(map(str, args))}{hint}")
         return args[args.index(value)]  # not an enum's member that equals it

@@ -60,11 +60,11 @@ def muon_groups(model: nn.Module, params: Iterable[Any] | None = None) -> list[d
             chosen = [p for p in inside if bool(group.get(USE_MUON, is_matrix(p))) is use_muon]
             split.append({**group, "params": chosen, USE_MUON: use_muon})
     if process_group.rank() == 0:
-        _tell(model, split)
+        _log_choice(model, split)
     return [group for group in split if group["params"]]
 
 
-def _tell(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
+def _log_choice(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
     """Say what Muon trains, and warn of what may be a head that no rule knows."""
     names = {param: name for name, param in model.named_parameters()}
     chosen = {p for group in groups if group[USE_MUON] for p in group["params"]}
@@ -142,7 +142,7 @@ class Muon(torch.optim.Optimizer):
         shared = {"weight_decay": weight_decay}
         matrices = {"lr": lr if muon_lr is None else muon_lr, "momentum": momentum, "eps": ns_eps, **kept, **shared}
         rest = {"lr": lr if adam_lr is None else adam_lr, "betas": betas, "eps": eps, "fused": fused, **shared}
-        groups = _said(params)
+        groups = _labelled_groups(params)
         for group in groups:
             # torch's own constructors look at the settings and add what is missing.
             defaults = matrices if group[USE_MUON] else rest
@@ -170,7 +170,7 @@ def inner_class(group: Mapping[str, Any]) -> Any:
     return torch.optim.Muon if group[USE_MUON] else torch.optim.AdamW
 
 
-def _said(params: Iterable[Any]) -> list[dict[str, Any]]:
+def _labelled_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Groups that say whose they are; without a word those that have no matrix are AdamW's."""
     listed = list(params)
     plain = [item for item in listed if not isinstance(item, Mapping)]

@@ -82,7 +82,8 @@ class CommandLine:
         except BrokenPipeError:  # ``--help | head``
             raise
         except OSError as error:  # Hydra's: those of a run have been told
-            self._refuse(str(cannot_write(Path(), error)))
+            said = f"cannot write to standard output: {error.strerror}"  # ``--help``; a file's error has its name
+            self._refuse(str(cannot_write(Path(), error)) if error.filename else said)
         except RuntimeError as error:
             # Of a launcher plugin: not installed, no Slurm here, or a job that failed elsewhere.
             missing = "Unknown plugin class" in str(error)

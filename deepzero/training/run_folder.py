@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from deepzero.checkpoint.checkpoint_dir import LOCK, RUN_CHECKPOINTS, acquire, holds, point_latest
-from deepzero.checkpoint.errors import CheckpointError
+from deepzero.checkpoint.errors import CheckpointError, OtherModel
 from deepzero.comm import process_group
 from deepzero.comm.simulated_streams import simulate_streams
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
@@ -105,8 +106,9 @@ def take(run_dir: Path) -> None:
 
 def cannot_write(run_dir: Path, error: OSError) -> ConfigError:
     """What to say of a folder that cannot be made or written to when the run begins."""
-    where, choose = error.filename or run_dir, "another hydra.run.dir (hydra.sweep.dir of a sweep)"
-    return ConfigError(f"cannot write {where}: {error.strerror}; make room there, or choose {choose}")
+    full = "make room there, or " if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
+    choose = f"{full}choose another hydra.run.dir (hydra.sweep.dir of a sweep)"
+    return ConfigError(f"cannot write {error.filename or run_dir}: {error.strerror}; {choose}")
 
 
 def has_begun(run_dir: Path, since: float) -> bool:
@@ -163,7 +165,8 @@ def load_start(
         elif run.train.init_from is not None:
             engine.load_checkpoint(run.train.init_from, load_module_only=True)
     except CheckpointError as error:  # the message says it all, and another attempt would read the same files
-        advice = f"; train.resume=null train.init_from={path} takes the weights alone" if path is not None else ""
+        weights_fit = path is not None and not isinstance(error, OtherModel)
+        advice = f"; train.resume=null train.init_from={path} takes the weights alone" if weights_fit else ""
         raise ConfigError(error.text + (way_out(error.beside) or advice)) from None
     if engine.global_rank == 0:  # not before: a run that is refused removes nothing
         try:

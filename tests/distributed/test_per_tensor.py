@@ -49,8 +49,8 @@ class Matrices(nn.Module):
 MATRICES = 3 * BLOCKS
 
 
-class Lamb(torch.optim.Optimizer):
-    """Momentum, scaled by the norms of the whole layer; declared by its class."""
+class PerTensor(torch.optim.Optimizer):
+    """Steps on one tensor after another; declared by its class."""
 
     per_tensor = True
 
@@ -61,30 +61,32 @@ class Lamb(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for param in (p for p in group["params"] if p.grad is not None):
-                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param)).lerp_(param.grad, 0.1)
-                param.sub_(momentum, alpha=group["lr"] * float(param.norm() / (momentum.norm() + 1e-6)))
+                self.step_on(param, self.state[param], group["lr"])
+
+    def step_on(self, param, state, lr):
+        raise NotImplementedError
 
 
-class Shampoo(torch.optim.Optimizer):
+class Lamb(PerTensor):
+    """Momentum, scaled by the norms of the whole layer."""
+
+    def step_on(self, param, state, lr):
+        momentum = state.setdefault("momentum", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+        param.sub_(momentum, alpha=lr * float(param.norm() / (momentum.norm() + 1e-6)))
+
+
+class Shampoo(PerTensor):
     """A preconditioner for each side of a matrix, whose shape is not the parameter's; AdaGrad for the rest."""
 
-    per_tensor = True
-
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in (p for p in group["params"] if p.grad is not None):
-                state, grad = self.state[param], param.grad
-                for dim in range(param.dim()):
-                    flat = grad.transpose(0, dim).reshape(grad.shape[dim], -1)
-                    side = state.setdefault(f"side_{dim}", 1e-3 * torch.eye(grad.shape[dim])).add_(flat @ flat.T)
-                    values, vectors = torch.linalg.eigh(side)
-                    root = vectors * values.clamp(min=1e-6).pow(-0.5 / param.dim()) @ vectors.T
-                    grad = torch.tensordot(root, grad, dims=([1], [dim])).movedim(0, dim)
-                param.sub_(grad, alpha=group["lr"])
+    def step_on(self, param, state, lr):
+        grad = param.grad
+        for dim in range(param.dim()):
+            flat = grad.transpose(0, dim).reshape(grad.shape[dim], -1)
+            side = state.setdefault(f"side_{dim}", 1e-3 * torch.eye(grad.shape[dim])).add_(flat @ flat.T)
+            values, vectors = torch.linalg.eigh(side)
+            root = vectors * values.clamp(min=1e-6).pow(-0.5 / param.dim()) @ vectors.T
+            grad = torch.tensordot(root, grad, dims=([1], [dim])).movedim(0, dim)
+        param.sub_(grad, alpha=lr)
 
 
 OTHERS = {

@@ -43,11 +43,20 @@ def test_standard_output_on_a_full_disk(tiny, tmp_path):
     assert runs.summary(tmp_path / "run")["status"] == "finished"
 
 
+def test_help_on_a_full_disk(tmp_path):
+    with (
+        open("/dev/full", "w", encoding="utf-8") as full,
+        runs.started([sys.executable, runs.TRAIN, "--help"], tmp_path, stdout=full.fileno()) as command,
+    ):
+        done = command.wait()
+    assert (done.status, done.err) == (2, "cannot write to standard output: No space left on device\n")
+
+
 @pytest.mark.parametrize("where", [["hydra.run.dir=/proc/run"], ["-m", "hydra.sweep.dir=/proc/run"]], ids=str)
 def test_a_folder_that_cannot_be_made(where, tiny, tmp_path):
     done = runs.refused(*where, *tiny, cwd=tmp_path)
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
-    assert done.err.startswith("cannot write /proc/run: No such file or directory; make room there, or choose another")
+    assert done.err.startswith("cannot write /proc/run: No such file or directory; choose another hydra.run.dir")
 
 
 def test_a_folder_that_nothing_fits_into(tiny, tmp_path):

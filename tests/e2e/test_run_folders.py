@@ -1,5 +1,6 @@
 """What a run does with a folder that has been used, and what it refuses; whatever it refuses stays as it was."""
 
+import re
 import shutil
 
 import pytest
@@ -154,6 +155,21 @@ def test_weights_only(used, tiny, tmp_path):
     assert steps[0]["loss"] < earlier[0]["loss"]
     assert steps[0]["lr"] == earlier[0]["lr"]
     assert runs.summary(tmp_path / "run")["resumed_from_step"] is None
+
+
+@pytest.mark.slow
+def test_what_is_advised_can_work(used, tiny, tmp_path):
+    """The weights alone serve under another optimizer; another model has no use for them."""
+    resume = f"train.resume={used / 'run' / 'checkpoints'}"
+    other_optimizer, other_model = (
+        runs.train(*tiny, *SHORT, "train.steps=5", resume, other, cwd=tmp_path)
+        for other in ("optimizer=sgd", "model.n_embd=48")
+    )
+    assert other_optimizer.status == other_model.status == 2
+    assert "takes the weights alone" in other_optimizer.err and "train.init_from" not in other_model.err
+    assert "is of another model" in other_model.err
+    weights = re.search(r"train.resume=null train.init_from=\S+", other_optimizer.err).group().split()
+    assert runs.train(*tiny, *SHORT, *weights, "optimizer=sgd", cwd=tmp_path).status == 0
 
 
 def test_what_is_refused_leaves_no_folder(tiny, tmp_path):
