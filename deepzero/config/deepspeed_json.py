@@ -380,7 +380,7 @@ def _offload_block(block: Any, kind: type, where: str) -> dict[str, Any]:
     """One of the two blocks; what concerns NVMe alone has nothing to say where the device is the CPU, or none."""
     if not isinstance(block, Mapping):
         raise ConfigError(f"{where}={block!r} must be an object with settings")
-    given, hints = _settled(_chosen(block), f"{where}."), get_type_hints(kind)
+    given, hints = _settled(_chosen(block), f"{where}."), get_type_hints(kind) | keys.NVME_MOOT
     moot = keys.NVME_MOOT if given.get("device") == "nvme" else keys.NVME_ALONE
     kept = {key: value for key, value in given.items() if key not in moot}
     for key in hints.keys() & (given.keys() - kept.keys()):

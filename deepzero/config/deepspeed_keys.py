@@ -85,7 +85,7 @@ NVME_ALONE = (
     "buffer_count", "buffer_size", "fast_init", "nvme_path", "pipeline", "pipeline_read", "pipeline_write",
 )  # fmt: skip
 """Keys of the offload blocks that DeepSpeed reads for NVMe alone: beside ``"device": "cpu"`` they say nothing."""
-NVME_MOOT = ("fast_init", "pipeline")
+NVME_MOOT = {"fast_init": bool, "pipeline": bool}
 """Those that say nothing beside ``"device": "nvme"`` either: a new file is zero, ``pipeline`` follows from others."""
 
 MOOT: dict[str, tuple[type, str]] = {

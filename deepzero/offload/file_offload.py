@@ -259,7 +259,7 @@ class FileOffload(Offload):
     def describe(self, optimizer: torch.optim.Optimizer) -> str:
         """One line: sizes, whether locked, threads, kernel; what lies in files, and how it gets there."""
         said = super().describe(optimizer)
-        for store in self.files:
+        for store in (store for store in self.files if any(region.numel for region in store.regions)):
             how = "direct I/O" if store.direct else "through the page cache: the file system takes no direct I/O"
             said += f"; {describe_bytes(store.regions)} in a file in {store.folder}, {how}"
         return said

@@ -181,6 +181,8 @@ def test_writes_between_steps(rank, world, stage, tmp_path):
     ({"buffer_count": 11, "pipeline_read": True, "pipeline_write": True}, "at least 12"),
     ({"delayed_update": True}, r"delayed_update=True: needs zero_optimization\.offload_optimizer\.device=cpu"),
     ({"device": "gpu"}, "not one of none, cpu, nvme"),
+    ({"fast_init": "perhaps"}, "fast_init='perhaps' must be"),
+    ({"device": "cpu", "pipeline": "perhaps"}, "pipeline='perhaps' must be"),
     ({"device": "cpu", "buffer_count": "many"}, "buffer_count='many' must be a number|an integer"),
 ], ids=str)  # fmt: skip
 @on_ranks()
@@ -269,6 +271,26 @@ def test_a_disk_that_fails_in_a_step(rank, world, tmp_path):
     engine.discard_gradients()
     engine.load_checkpoint(tmp_path / "saved")
     assert go(engine, rank, world, 1, 3) == losses[1:] and not (tmp_path / "torn").exists()
+
+
+@on_ranks()
+def test_a_disk_that_fails_in_a_fetch(rank, world, tmp_path):
+    """The step is dropped, as after any error of a forward pass, and the same one succeeds when the disk does."""
+    losses = []
+    for fails in (False, True):
+        engine = built(settings(3, tmp_path, {}, precision="bf16"), Wide)
+        losses.append(go(engine, rank, world, 0, 2))
+        if fails:
+            engine.zero.offload.ahead.discard()  # so that the next fetch reads, and meets the disk
+            error = OSError(errno.EIO, "Input/output error")
+            with mock.patch("os.preadv", side_effect=error), pytest.raises(RuntimeError, match="Input/output error"):
+                go(engine, rank, world, 2, 3)
+            coordinator = engine.zero.stage3.coordinator
+            assert coordinator.live_numel == 0 and not coordinator._live
+            engine.discard_gradients()
+        losses[-1] += go(engine, rank, world, 2, 4)
+        engine.destroy()
+    assert losses[0] == losses[1]
 
 
 @on_ranks()

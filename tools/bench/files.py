@@ -64,6 +64,8 @@ def main(given: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="on the disk that is measured")
     asked = parser.parse_args(given)
+    if not asked.folder.is_dir():
+        parser.error(f"{asked.folder} is no folder")
     logging.getLogger("deepzero").setLevel(logging.ERROR)
     engine = engine_of(asked.folder, asked.layers, asked.width, asked.bucket, asked.buffers)
     batch = torch.randn(1, asked.width, dtype=torch.bfloat16)

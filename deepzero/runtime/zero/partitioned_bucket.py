@@ -132,9 +132,17 @@ class PartitionedBucket:
         buffer = self.pool.take(self.layout.numel, self._shard if self.in_place else None)
         self._gathered = buffer[: self.layout.numel]  # buffers are reused: it may be longer
         # From here on a view of this memory is a view of these values, whoever holds one.
-        self.pool.owners[storage_ptr_of(buffer)] = (self, self.generation)
+        address = storage_ptr_of(buffer)
+        self.pool.owners[address] = (self, self.generation)
         self.gathered_by = self.gather.exact if exact else self.gather
-        self.gathered_by.launch(kind, self)
+        try:
+            self.gathered_by.launch(kind, self)
+        except BaseException:  # a disk's: nothing is under way, and the bucket is as it was
+            self._gathered = buffer = None  # type: ignore[assignment]
+            del self.pool.owners[address]
+            if not self.in_place:
+                self.pool.give(address)
+            raise
         self.status = ZeroParamStatus.INFLIGHT
 
     @outliving_pass()

@@ -250,8 +250,13 @@ class PartitionedParameterCoordinator:
             self._count_live(key, where, note)
             if bucket.status is ZeroParamStatus.NOT_AVAILABLE:  # else GatheredParameters has it
                 use.fetch += (key,)
-                with self.comm.ranges.span("fetch", key, where, note):
-                    bucket.launch(kind, exact=False)
+                try:
+                    with self.comm.ranges.span("fetch", key, where, note):
+                        bucket.launch(kind, exact=False)
+                except BaseException:  # it is not here, and was not fetched
+                    del self._live[key]
+                    self.live_numel -= self.numels[key]
+                    raise
                 self.inflight.add(bucket)
         if not on_demand:
             self._current = frozenset(keys)
