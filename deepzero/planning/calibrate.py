@@ -85,6 +85,8 @@ def probe(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Cluster:
         host_bytes=host_bytes,
         device_type=device.type,
         op_overhead=max(theirs[1] for theirs in everyone),
+        # Between processes of one host nothing but cores carries bytes.
+        send_overhead=1 / inner[1] if device.type == "cpu" and links[0] is not None else 0.0,
         **least,
     )
 

@@ -51,6 +51,8 @@ class Cluster:
     op_overhead: float = 0.0
     """Seconds that no op takes less than: launching it, where nothing runs ahead. 0 where a GPU's queue is never empty;
     on a CPU it is measured."""
+    send_overhead: float = 0.0
+    """Seconds of a rank's cores for each byte of its collectives: a CPU computes on the cores that send. 0 on a GPU."""
 
     def op_seconds(self, flops: float, moved: float) -> float:
         """An op takes as long as its operations, its memory traffic or its launch, whichever is most."""
@@ -93,7 +95,7 @@ DGX_2H = Cluster(
 PRESETS = {cluster.name: cluster for cluster in (H100_HDR, AZURE_NC24R, DGX_2H)}
 RANKS = {"azure_nc24r": 32, "dgx_2h": 128}
 """As the post's table has them."""
-_MAY_BE_ZERO = ("inside_latency", "between_latency", "op_overhead")
+_MAY_BE_ZERO = ("inside_latency", "between_latency", "op_overhead", "send_overhead")
 _NUMBERS = {f.name for f in dataclasses.fields(Cluster)} - {"name", "device_type"}
 
 

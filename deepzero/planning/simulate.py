@@ -2,9 +2,10 @@
 
 Four lanes run side by side: the device computes, the network carries one collective after the other in the order of
 their launches, and each direction between host and device carries one copy after the other. The device goes on until it
-comes to a *wait*; what it waits for there is *exposed*. The CPU's step, where something is offloaded, is taken piece by
-piece as its results leave for the device, at the speed of the host's memory. A delayed one began with the step, on the
-gradients of the step before, and nothing leaves before it is over.
+comes to a *wait*; what it waits for there is *exposed*. A CPU's cores send, too, and compute more slowly meanwhile. The
+CPU's step, where something is offloaded, is taken piece by piece as its results leave for the device, at the speed of
+the host's memory. A delayed one began with the step, on the gradients of the step before, and nothing leaves before it
+is over.
 
 Not in it: the time in which Python launches things (none, where a GPU's queue is never empty), other traffic on the
 links, ranks that are slower than others.
@@ -41,6 +42,8 @@ class SimulatedSpan:
     end: float
     exposed: float = 0.0
     """How long the device stood still for it."""
+    slows: float = 0.0
+    """By what share it slows what the device computes meanwhile (0 to 1)."""
 
 
 @dataclass
@@ -84,6 +87,7 @@ class _StreamClocks:
         self.free: dict[str, float] = defaultdict(float)
         self.under_way: dict[tuple[str, str], deque[SimulatedSpan]] = defaultdict(deque)
         self.fetched: dict[str, float] = {}
+        self.sending: list[SimulatedSpan] = []
         # What the CPU steps on; in fp32 parameters in host memory are their own masters. And on how much it has.
         self.host_elements = max(1, (self._kept("masters") or self._kept("parameters")) // 4)
         self.stepped = 0
@@ -118,8 +122,23 @@ class _StreamClocks:
 
     def _compute(self, ops: int) -> None:
         if (seconds := self.until[ops] - self.until[self.done_ops]) > 0:
-            self._run("compute", "compute", "", seconds)
+            self._run("compute", "compute", "", self._beside_the_network(seconds))
         self.done_ops = ops
+
+    def _beside_the_network(self, seconds: float) -> float:
+        """How long so much computing takes from now on, with what is on the network already."""
+        now = self.now
+        for span in (span for span in self.sending if span.end > now):
+            alone = max(0.0, span.start - now)
+            if seconds <= alone:
+                break
+            seconds, now = seconds - alone, now + alone
+            beside = (span.end - now) * (1 - span.slows)
+            if seconds <= beside:
+                seconds /= 1 - span.slows
+                break
+            seconds, now = seconds - beside, span.end
+        return now + seconds - self.now
 
     def _launch(self, event: Event) -> None:
         if event.sent is not None:
@@ -127,6 +146,9 @@ class _StreamClocks:
             # A part that is offloaded comes from the host first.
             self.free["network"] = max(self.free["network"], self.fetched.pop(event.where, 0.0))
             span = self._run("network", event.kind, event.where, seconds)
+            if seconds and self.cluster.send_overhead:
+                span.slows = min(1.0, event.sent.bytes * self.cluster.send_overhead / seconds)
+                self.sending.append(span)
             self.under_way[event.kind, event.where].append(span)
 
     def _wait(self, event: Event) -> None:
@@ -172,7 +194,7 @@ class _StreamClocks:
         bandwidth = self.cluster.memory_bandwidth
         if self.cluster.device_type == "cpu":  # the device's memory is the host's, which its ranks share
             bandwidth = self.cluster.host_memory_bandwidth / self.rehearsal.nodes.per_node
-        self._run("compute", "optimizer step", "", moved / bandwidth)
+        self._run("compute", "optimizer step", "", self._beside_the_network(moved / bandwidth))
 
     def _publish(self, event: Event) -> None:
         """The step is over when the new parameters are there; those that stay in host memory, too."""

@@ -150,6 +150,18 @@ def test_what_is_not_overlapped_is_waited_for(events, ops, seconds, exposed):
     assert line.network_seconds == pytest.approx(sum(e.sent.bytes for e in events if e.what == "launch") / 10)
 
 
+@pytest.mark.parametrize(("overhead", "ops", "at", "seconds"), [
+    (0.05, [100], 1, 12.5),  # half as fast for 5 seconds
+    (0.1, [100], 1, 15),  # not at all: memory speed, where cores do nothing else meanwhile
+    (0.05, [20], 1, 5),  # the wait takes it in
+    (0.05, [100, 20], 2, 12 + 2.5),
+])  # fmt: skip
+def test_a_cpu_computes_more_slowly_while_its_cores_send(overhead, ops, at, seconds):
+    events = [launch(GATHER, 0, 50), wait(GATHER, 0, at)]
+    line = play(step_of(events, ops), dataclasses.replace(CLUSTER, send_overhead=overhead))
+    assert line.seconds == pytest.approx(seconds)
+
+
 def test_between_device_and_host():
     """A part that comes from the host is gathered after it has come; the two directions do not hinder each other."""
     line = played([copy(FETCH, 0, 20), launch(GATHER, 0, 50), wait(GATHER, 0)], [10])

@@ -8,8 +8,7 @@ order of contenders is another one in each round. ``0`` is no bucket: memory spe
 All ranks share the device, so one rank's link has a W-th of the speed that is printed. *x floor* is the step over its
 stage's parts at that speed, each alone (``floor.py``). *Hidden* is the share of the time with something under way in
 which the program did not stand still, as deepzero counts it in every step. *Predicted* is what ``tools.simulate`` says
-for these links, everything else as it was probed here (overlap is believed in there, and a CPU's ranks compute and send
-on the same cores). Where namespaces or ``tc`` are not allowed it says so, and stops.
+for these links, everything else as it was probed here. Where namespaces or ``tc`` are not allowed it says so.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     simulate   each case is rehearsed, and played on the probed cluster
     report     measured beside simulated seconds, and the error; a dated page with ``--page FILE``
 
-On CPUs the ranks' computing and sending share the cores, so that overlap, which the model believes in, hardly exists.
-The table therefore has both ends: ``overlapped``, what the simulator says, and ``in sequence``, computing, sending and
-copying one after the other. What is measured should lie between them, or near the second.
+On CPUs the ranks' computing and sending share the cores, so that little can overlap. The table therefore has two
+columns: ``overlapped``, what the simulator says, and ``in sequence``, computing, sending and copying one after the
+other.
 """
 
 from __future__ import annotations
