@@ -27,7 +27,7 @@ from deepzero.planning.clusters import Cluster
 from deepzero.planning.dry_run import ClusterShape, TrainStep, loss_of, quiet
 from deepzero.planning.op_cost import WorkMeter, fused_attention
 from deepzero.runtime.build import Dtypes
-from deepzero.runtime.memory_model import Elements, HostElements, StateSizes, offloaded_memory, predicted_memory
+from deepzero.runtime.memory_model import Elements, StateSizes, predicted_memory
 from deepzero.runtime.optimizer_state import moment_bytes
 from deepzero.runtime.optimizers import build_optimizer
 
@@ -208,14 +208,14 @@ class Estimator:
         )
         if setting.offload == "none":
             return predicted_memory(Elements(numel), world_size, sizes)
-        host, params_too = int(numel * zero.offload_optimizer.ratio), setting.offload == "optimizer_and_param"
-        masters = 0 if sizes.compute == 4 and params_too else 1  # fp32 parameters in host memory are their own
-        away = numel if params_too else 0
-        if away and zero.offload_param.max_in_cpu is not None:
-            away = min(away, zero.offload_param.max_in_cpu * world_size)
-        parted = numel if setting.stage == 3 else 0
-        elements = HostElements(host, numel - host, masters * host, masters * (numel - host), away, parted - away, host)
-        return offloaded_memory(numel - parted, numel, elements, world_size, sizes, copies=1)
+        host, limit = int(numel * zero.offload_optimizer.ratio), zero.offload_param.max_in_cpu
+        away = numel if setting.offload == "optimizer_and_param" else 0
+        if limit is not None:
+            away = min(away, limit * world_size)
+        elements = Elements(
+            numel, host_optimizer=host, host_parameters=away, sent=max(0, host - away), brought=max(0, away - host)
+        )
+        return predicted_memory(elements, world_size, sizes)
 
     def _step_seconds(self, setting: Setting, memory: dict[str, int], one: float) -> float:
         """Forward and backward of all micro-batches, what of the communication cannot hide behind them, the step."""

@@ -56,7 +56,7 @@ from deepzero.offload.optimizer_offload import GRADIENTS, MOMENTS, STAGING
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
 from deepzero.runtime.zero.fetch_plan import FetchPlan
-from deepzero.runtime.zero.optimizer_shard import HOST_MASTERS
+from deepzero.runtime.zero.optimizer_shard import HOST_MASTERS, ParamGroup
 from deepzero.runtime.zero.parameter_all_gather import (
     BACKWARD,
     FORWARD,
@@ -111,75 +111,64 @@ class StateSizes:
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of all groups, of parameters or of padding."""
+    """Elements of all groups over all ranks, of parameters or of padding; and what of them is on the host."""
 
     trained: int
     persistent: int = 0  # stage 3's: whole on every rank, and trained
     frozen: int = 0  # stage 3's: partitioned, not trained
-
-
-def predicted_memory(elements: Elements, world_size: int, sizes: StateSizes) -> dict[str, int]:
-    """Bytes of one rank by category; the table above."""
-    numel = elements.trained
-    whole = elements.persistent if sizes.stage == 3 else numel
-    parted = numel - whole + elements.frozen
-    share = 1 if sizes.stage == 0 else world_size
-    reduced = numel * sizes.accumulation // (1 if sizes.whole_reduce else world_size)
-    master = 0 if sizes.compute == 4 else 4
-    return {
-        "parameters": whole * sizes.compute + parted * sizes.compute // world_size,
-        "gradients": numel * sizes.unreduced + reduced,
-        "masters": numel * master // share,
-        "moments": int(numel * sizes.moments) // share,
-    }
-
-
-@dataclass(frozen=True)
-class HostElements:
-    """Elements on each side, over all ranks: of all groups, of parameters or of padding."""
-
-    host_optimizer: int
-    device_optimizer: int
-    host_masters: int
-    device_masters: int
-    host_parameters: int  # of partitioned groups alone
-    device_parameters: int
-    sent: int  # the CPU steps on them, and their parameters are on the device
+    host_optimizer: int = 0  # the CPU steps on them
+    host_parameters: int = 0  # of partitioned groups alone
+    sent: int = 0  # the CPU steps on them, and their parameters are on the device
+    brought: int = 0  # the device steps on them, and their parameters are on the host
 
     @classmethod
-    def of(cls, placements: Iterable[tuple[OffloadPlan, bool, bool]], count: Callable[[Bucket], int]) -> HostElements:
-        """Count what ``count`` finds in a bucket, over groups: placement, whether trained, whether partitioned."""
-        sums = dict.fromkeys((f.name for f in fields(cls)), 0)
-        for placed, trained, partitioned in placements:
-            for bucket in placed.layout.buckets:
+    def of(cls, stores: Iterable[ParamGroup], count: Callable[[Bucket], int]) -> Elements:
+        """Add up what ``count`` finds in each bucket of the groups."""
+        found = Counter(dict.fromkeys((f.name for f in fields(cls)), 0))
+        for group in stores:
+            trained = group.optimizer_group is not None
+            for bucket in group.layout.buckets:
                 numel = count(bucket)
-                side = "host" if placed.steps_on_host(bucket) else "device"
-                kept = "host" if placed.keeps_on_host(bucket) else "device"
-                sums[f"{side}_optimizer"] += numel * trained
-                sums[f"{side}_masters"] += numel * (trained and not placed.own_masters_at(bucket))
-                sums[f"{kept}_parameters"] += numel * partitioned
-                sums["sent"] += numel * ((side, kept) == ("host", "device"))
-        return cls(**sums)
+                steps, keeps = group.placement.steps_on_host(bucket), group.placement.keeps_on_host(bucket)
+                found["trained"] += numel * trained
+                found["persistent"] += numel * (trained and not group.partitioned)
+                found["frozen"] += numel * (not trained)
+                found["host_optimizer"] += numel * steps
+                found["host_parameters"] += numel * keeps
+                found["sent"] += numel * (steps and not keeps)
+                found["brought"] += numel * (trained and keeps and not steps)
+        return cls(**found)
 
 
-def offloaded_memory(
-    whole: int, trained: int, elements: HostElements, world_size: int, sizes: StateSizes, copies: int
-) -> dict[str, int]:
-    """Bytes of one rank by category where a part is in host memory; for the device :func:`predicted_memory`'s forms.
+def predicted_memory(elements: Elements, world_size: int, sizes: StateSizes, copies: int = 1) -> dict[str, int]:
+    """Bytes of one rank by category; the table above, and where a part is offloaded the same for the host.
 
-    ``whole`` parameters are kept by every rank, and the host has ``copies`` of the reduced gradients.
+    The host has ``copies`` of the reduced gradients.
     """
+    numel, host = elements.trained, elements.host_optimizer
+    whole = elements.persistent if sizes.stage == 3 else numel
+    shards = numel - whole + elements.frozen - elements.host_parameters
+    # fp32 parameters are their own masters where both lie on one side.
+    own = sizes.compute == 4
+    masters, host_masters = (elements.brought, elements.sent) if own else (numel - host, host)
+    every_rank = world_size if sizes.stage == 0 else 1
     forms = {
-        "parameters": whole * sizes.compute * world_size + elements.device_parameters * sizes.compute,
-        "gradients": trained * sizes.unreduced * world_size + elements.device_optimizer * sizes.accumulation,
-        "masters": 4 * elements.device_masters,
-        "moments": sizes.moments * elements.device_optimizer,
+        "parameters": (whole * world_size + shards) * sizes.compute,
+        "gradients": numel * sizes.unreduced * world_size
+        + (numel - host) * sizes.accumulation * (world_size if sizes.whole_reduce else 1),
+        "masters": 4 * masters * every_rank,
+        "moments": sizes.moments * (numel - host) * every_rank,
         "host_parameters": sizes.compute * elements.host_parameters,
-        "host_gradients": copies * sizes.accumulation * elements.host_optimizer,
-        "host_masters": 4 * elements.host_masters,
-        "host_moments": sizes.moments * elements.host_optimizer,
+        GRADIENTS: copies * sizes.accumulation * host,
+        HOST_MASTERS: 4 * host_masters,
+        MOMENTS: sizes.moments * host,
     }
-    return {category: int(total) // world_size for category, total in forms.items()}
+    offloads = host or elements.host_parameters
+    return {
+        category: int(total) // world_size
+        for category, total in forms.items()
+        if offloads or category not in HOST_CATEGORIES
+    }
 
 
 def bucket_bytes(
@@ -492,34 +481,16 @@ def predict_unquantized(built: ZeroComponents, comm: Communicator, micro_batches
         )  # fmt: skip
 
 
-def _true(bucket: Bucket) -> int:
-    return bucket.true_numel()
-
-
 def _rest(bucket: Bucket) -> int:
     return bucket.numel - bucket.true_numel()
 
 
-def _on_host(built: ZeroComponents, count: Callable[[Bucket], int]) -> HostElements:
-    return HostElements.of(
-        ((group.placement, group.optimizer_group is not None, group.partitioned) for group in built.stores), count
-    )
-
-
 def _states(built: ZeroComponents, world: int, sizes: StateSizes) -> tuple[dict[str, int], int]:
     """Bytes of model states by category, and the bytes of padding in all of them."""
-    offload, stage3 = built.offload, built.stage3
-
-    def forms(count: Callable[[Bucket], int]) -> tuple[dict[str, int], int]:
-        trained = sum(count(b) for g in built.groups for b in g.layout.buckets)
-        persistent = sum(count(b) for g in built.groups if not g.partitioned for b in g.layout.buckets)
-        frozen = sum(count(b) for g in stage3.frozen for b in g.layout.buckets) if stage3 is not None else 0
-        if offload is None:
-            return predicted_memory(Elements(trained, persistent, frozen), world, sizes), trained
-        copies = offload.sums.copies if offload.sums is not None else 1
-        return offloaded_memory(persistent, trained, _on_host(built, count), world, sizes, copies), trained
-
-    (memory, _), (padding, trained) = forms(_true), forms(_rest)
+    offload = built.offload
+    copies = offload.sums.copies if offload is not None and offload.sums is not None else 1
+    true, rest = (Elements.of(built.stores, count) for count in (Bucket.true_numel, _rest))
+    memory, padding = (predicted_memory(elements, world, sizes, copies) for elements in (true, rest))
     # Moments are counted by optimizer group, of which each may keep other ones.
     kept, rooms = Counter[str](), 0
     for group in built.groups:
@@ -536,7 +507,7 @@ def _states(built: ZeroComponents, world: int, sizes: StateSizes) -> tuple[dict[
     if offload is not None and not any(room.numel for room in offload.rooms):
         padding[MOMENTS] = 0  # the optimizer makes its own, without padding
     if sizes.unreduced == sizes.compute:
-        padding["gradients"] -= trained * sizes.unreduced
+        padding["gradients"] -= rest.trained * sizes.unreduced
     return memory, sum(padding.values())
 
 
@@ -546,7 +517,7 @@ def _copies(built: ZeroComponents, world: int, sizes: StateSizes) -> dict[str, T
     Before each micro-batch but the first the sums go up, to be added to. Parameters that live in host memory travel
     when they are fetched, which is in stage 3's plan.
     """
-    true, rest = _on_host(built, _true), _on_host(built, _rest)
+    true, rest = (Elements.of(built.stores, count) for count in (Bucket.true_numel, _rest))
     stepped = [(g.placement, b) for g in built.groups for b in g.layout.buckets if g.placement.steps_on_host(b)]
     sent = [bucket for placement, bucket in stepped if not placement.keeps_on_host(bucket)]
 
