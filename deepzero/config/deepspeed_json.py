@@ -163,7 +163,13 @@ def _say(text: str) -> None:
 
 def _read(mapping: Mapping[str, Any]) -> EngineConfig:
     zero = _read_zero(mapping)
-    given = _settled(_renamed(mapping, ""), "")
+    given = _renamed(mapping, "")
+    for path in keys.DOTTED:
+        if (value := given.pop(path, None)) is not None:
+            convert(float, value, path)
+            block, _, name = path.partition(".")
+            _say(f'{path!r}, one key with a dot, changes nothing; write "{block}": {{"{name}": …}} where it is meant')
+    given = _settled(given, "")
     if isinstance(given.get("zero_optimization"), bool):
         given.pop("allgather_size", None)
     _only(given, _IMPLEMENTED, "")
@@ -176,9 +182,10 @@ def _read(mapping: Mapping[str, Any]) -> EngineConfig:
         key: given[key] for key in (*_SCALARS, "dataloader_drop_last") if given.get(key) is not None
     }
     settings["zero"], settings["precision"] = zero, _precision(given)
-    activations = _activation_checkpointing(given)
-    settings["activation_checkpointing"] = build(ActivationCheckpointingConfig, activations, "activation_checkpointing")
-    settings["comm"] = build(CommConfig, _block(given, "comm"), "comm")
+    if given.get("activation_checkpointing") is False:  # as some write off
+        del given["activation_checkpointing"]
+    for name, kind in (("activation_checkpointing", ActivationCheckpointingConfig), ("comm", CommConfig)):
+        settings[name] = build(kind, _block(given, name), name)
     for name, kind in (("optimizer", OptimizerConfig), ("scheduler", SchedulerConfig)):
         if given.get(name) not in (None, {}):
             settings[name] = kind(*_typed(given, name))
@@ -188,14 +195,13 @@ def _read(mapping: Mapping[str, Any]) -> EngineConfig:
     _only(saved, [*known, "load_universal"], "checkpoint")
     types = _block(given, "data_types")
     _only(types, ["grad_accum_dtype"], "data_types")
-    dtypes = {"data_types.grad_accum_dtype": types.get("grad_accum_dtype")}
-    dtypes["communication_data_type"] = given.get("communication_data_type")
-    for path, value in dtypes.items():
+    for block, path in ((types, "data_types.grad_accum_dtype"), (given, "communication_data_type")):
+        value = block.get(key := path.rpartition(".")[2])
         if value is not None:
             # As DeepSpeed takes them: in any case, also as torch's own, by name or as an object.
             if (name := str(value).lower().removeprefix("torch.")) not in _DTYPE_NAMES:
                 raise ConfigError(f"{path}={value!r} is not one of {', '.join(sorted(_DTYPE_NAMES))}")
-            settings[path.rpartition(".")[2]] = _DTYPE_NAMES[name]
+            settings[key] = _DTYPE_NAMES[name]
     return build(EngineConfig, settings)
 
 
@@ -203,17 +209,10 @@ def _read_zero(mapping: Mapping[str, Any]) -> ZeroConfig:
     return build(ZeroConfig, _zero_block(mapping), "zero_optimization")
 
 
-def _refused(key: str, implemented: Iterable[str], where: str) -> ConfigError:
-    path = f"{where}.{key}" if where else key
-    return (
-        _not_implemented(path, "leave it out") if path in keys.NOT_IMPLEMENTED else unknown_key(key, implemented, where)
-    )
-
-
 def _only(given: Iterable[str], known: Iterable[str], where: str) -> None:
     for key in given:
         if key not in known:
-            raise _refused(key, known, where)
+            raise unknown_key(key, known, where)
 
 
 def _names(kind: type) -> list[str]:
@@ -239,11 +238,10 @@ def _settled(block: Mapping[str, Any], where: str) -> dict[str, Any]:
         one_machine = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
         if path == "checkpoint.use_node_local_storage" and value is True and one_machine:
             continue  # its disk is the folder that all ranks see
-        dotted = not where and key in keys.DOTTED
-        if value is None and (dotted or path in {**keys.SATISFIED, **keys.STEERING, **keys.MOOT}):
+        if value is None and path in {**keys.SATISFIED, **keys.STEERING, **keys.MOOT}:
             continue
-        if dotted or path in keys.MOOT:
-            _check_moot(path, value, dotted)
+        if path in keys.MOOT:
+            _check_moot(path, value)
         elif path in keys.SATISFIED:
             values, why = keys.SATISFIED[path]
             if value not in values:
@@ -255,21 +253,16 @@ def _settled(block: Mapping[str, Any], where: str) -> dict[str, Any]:
                 _say(f"{path}={value!r} changes nothing in deepzero: {why}")
         elif path in keys.SWITCHED_OFF:
             _check_off(path, value)
-        elif path in keys.BY_PRESENCE:
-            if value is not None and not any(value is off for off in keys.BY_PRESENCE[path]):
-                kept[key] = value
-        elif path not in keys.NOT_IMPLEMENTED or _asks(value):
+        elif path in keys.NOT_IMPLEMENTED:
+            if _asks(path, value):
+                raise _not_implemented(path, "leave it out")
+        else:
             kept[key] = value
     return kept
 
 
-def _check_moot(path: str, value: Any, dotted: bool) -> None:
+def _check_moot(path: str, value: Any) -> None:
     """Say that a key changes nothing, once its value is of the right kind and asks for nothing."""
-    if dotted:
-        convert(float, value, path)
-        block, _, name = path.partition(".")
-        _say(f'{path!r}, one key with a dot, changes nothing; write "{block}": {{"{name}": …}} where it is meant')
-        return
     kind, what = keys.MOOT[path]
     given = convert(kind, value, path)
     _check_inside(path, given)
@@ -300,10 +293,12 @@ def _check_inside(path: str, block: Any) -> None:
             raise ConfigError(f"unknown config key {f'{path}.{key}'!r}; DeepSpeed's are {', '.join(keys.INSIDE[path])}")
 
 
-def _asks(value: Any) -> bool:
+def _asks(path: str, value: Any) -> bool:
     """Whether a key of what deepzero has not asks for anything: false, null, nothing and a block that is off do not."""
+    if path in keys.BY_PRESENCE:
+        return value is not None and not any(value is off for off in keys.BY_PRESENCE[path])
     if isinstance(value, Mapping):
-        return bool(value["enabled"]) if "enabled" in value else any(map(_asks, value.values()))
+        return bool(value["enabled"]) if "enabled" in value else any(_asks(path, inner) for inner in value.values())
     return bool(value)
 
 
@@ -330,14 +325,6 @@ def _chosen(block: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in block.items() if value is not None and value != "auto"}
 
 
-def _activation_checkpointing(given: Mapping[str, Any]) -> dict[str, Any]:
-    if given.get("activation_checkpointing") is False:  # as some write off
-        return {}
-    read = _block(given, "activation_checkpointing")
-    _only(read, _names(ActivationCheckpointingConfig), "activation_checkpointing")
-    return read
-
-
 def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
     """``zero_optimization``, in all its formats, with what its stage makes of the blocks."""
     if isinstance(given.get("zero_optimization"), bool):
@@ -355,9 +342,6 @@ def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, kind in (("offload_optimizer", OffloadOptimizerConfig), ("offload_param", OffloadParamConfig)):
         if name in zero:
             zero[name] = _offload_block(zero[name], kind, f"zero_optimization.{name}")
-    if not isinstance(zero.get("quantization", {}), Mapping):
-        raise ConfigError(f"zero_optimization.quantization={zero['quantization']!r} must be an object with settings")
-    _only(zero, _names(ZeroConfig), "zero_optimization")
     _fit_to_stage(zero, convert(int, zero.get("stage", 0), "zero_optimization.stage"))
     return zero
 
@@ -385,7 +369,6 @@ def _offload_block(block: Any, kind: type, where: str) -> dict[str, Any]:
     kept = {key: value for key, value in given.items() if key not in moot}
     for key in hints.keys() & (given.keys() - kept.keys()):
         convert(hints[key], given[key], f"{where}.{key}")
-    _only(kept, _names(kind), where)
     on = kept.get("device", "none") != "none"
     # What is switched off is checked too, so that switching it on later brings no surprise.
     delayed = {"delayed_update": True} if "delay_after_steps" in kept else {}

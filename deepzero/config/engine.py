@@ -50,7 +50,7 @@ class PrecisionConfig(Section):
     def __post_init__(self) -> None:
         self.need(self.loss_scale >= 0, "loss_scale", "must be 0 (dynamic) or positive")
         rule = "is for precision.dtype=bf16: fp16 always skips, fp32 never does"
-        self.need(self.dtype == "bf16" or not self.check_grad_overflow, "check_grad_overflow", rule)
+        self.idle_unless(self.dtype == "bf16", rule, "check_grad_overflow")
         least = {"initial_scale_power": 0, "loss_scale_window": 1, "hysteresis": 1, "min_loss_scale": 1}
         for name, value in least.items():
             self.need(getattr(self, name) >= value, name, "is too small")

@@ -61,9 +61,8 @@ class ModelConfig(Section):
         head = self.n_embd // self.n_head
         ok = self.position != "rope" or head % 2 == 0
         self.need(ok, "n_head", f"rope needs an even head width, here {head}")
-        for name in ("norm", "position", "activation", "bias"):
-            ok = self.library == "own" or getattr(self, name) == getattr(ModelConfig, name)
-            self.need(ok, name, "a model of library=hf has its own; leave this out")
+        rule = "a model of library=hf has its own; leave this out"
+        self.idle_unless(self.library == "own", rule, "norm", "position", "activation", "bias")
         self.need(0.0 <= self.dropout < 1.0, "dropout", "must be in [0, 1)")
 
 
@@ -97,7 +96,7 @@ class DataConfig(Section):
         for key, readers in _DATA_READERS.items():
             rule = f"data={self.name} does not read it, only data={' and data='.join(readers)}; leave it out, or choose"
             rule += f" data={' or data='.join(readers)} as well"
-            self.need(self.name in readers or getattr(self, key) == getattr(DataConfig, key), key, rule)
+            self.idle_unless(self.name in readers, rule, key)
         self.need(0.0 < self.val_fraction < 1.0, "val_fraction", "must be between 0 and 1")
         self.least(1, "max_bytes")
         if self.name != "stdlib" and not self.path:
@@ -269,10 +268,8 @@ class RunConfig:
         precision = self.engine.precision
         # On the command line a loss scale without fp16 is a mistake. (In DeepSpeed's JSON a block may be switched off.)
         rule = f"is about fp16's loss scale, and precision.dtype={precision.dtype} has none; leave it out, or choose"
-        for key in fields(PrecisionConfig):
-            idle = precision.dtype != "fp16" and key.name not in ("dtype", "auto_cast", "check_grad_overflow")
-            ok = not idle or getattr(precision, key.name) == key.default
-            precision.need(ok, key.name, f"{rule} precision=fp16")
+        of_scale = {f.name for f in fields(PrecisionConfig)} - {"dtype", "auto_cast", "check_grad_overflow"}
+        precision.idle_unless(precision.dtype == "fp16", f"{rule} precision=fp16", *sorted(of_scale))
         step, steps = self.debug.inject_overflow_at, self.train.steps
         rule = f"the run ends at train.steps={steps}; choose an earlier step"
         self.debug.need(step is None or step <= steps, "inject_overflow_at", rule)

@@ -46,6 +46,11 @@ class Section:
             rule = f"must be at least {least}{of}" if least else "must not be negative"
             self.need(value is None or value >= least, name, rule)
 
+    def idle_unless(self, used: bool, rule: str, *names: str) -> None:
+        """Refuse what would say nothing: unless ``used``, each of the fields has its default, or ``rule`` is broken."""
+        for name in names:
+            self.need(used or getattr(self, name) == getattr(type(self), name), name, rule)
+
 
 def unknown_key(key: object, valid: typing.Iterable[str], where: str) -> ConfigError:
     """The error for a key that nobody reads, with the nearest valid one and the list of all of them.

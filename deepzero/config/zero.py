@@ -6,7 +6,7 @@ Source: [DeepSpeed], ``runtime/zero/config.py`` and ``runtime/zero/offload_confi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from deepzero.config.strict import Section
@@ -14,9 +14,6 @@ from deepzero.layout import ALIGN
 
 MOST = 1 << 20
 """Elements that share a scale."""
-
-
-_OF_FILES = ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write")
 
 
 @dataclass(frozen=True)
@@ -54,14 +51,12 @@ class OffloadOptimizerConfig(Section):
         self.need(0.0 <= self.ratio <= 1.0, "ratio", "must be between 0 and 1")
         self.need(self.delay_after_steps >= 0, "delay_after_steps", "is negative")
         self.least(1, "threads")
-        # What would say nothing is refused; pin_memory alone is harmless.
-        needs = dict.fromkeys(("ratio", "threads"), ("device=cpu or nvme", self.device != "none"))
-        needs |= dict.fromkeys(_OF_FILES, ("device=nvme", self.device == "nvme"))
-        needs["delayed_update"] = ("device=cpu", self.device == "cpu")
-        needs["delay_after_steps"] = ("delayed_update=true", self.delayed_update)
-        for name, (what, given) in needs.items():
-            plain = getattr(self, name) == getattr(OffloadOptimizerConfig, name)
-            self.need(given or plain, name, f"needs {self.where}.{what}")
+        # pin_memory alone is harmless.
+        self.idle_unless(self.device != "none", f"needs {self.where}.device=cpu or nvme", "ratio", "threads")
+        of_files = ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write")
+        self.idle_unless(self.device == "nvme", f"needs {self.where}.device=nvme", *of_files)
+        self.idle_unless(self.device == "cpu", f"needs {self.where}.device=cpu", "delayed_update")
+        self.idle_unless(self.delayed_update, f"needs {self.where}.delayed_update=true", "delay_after_steps")
         self.need(self.device != "nvme" or bool(self.nvme_path), "nvme_path", "device=nvme needs the files' folder")
         least = 4 * (1 + self.pipeline_read + self.pipeline_write)
         rule = f"must be at least {least}: 4 for each bucket that is in memory at a time"
@@ -93,10 +88,9 @@ class OffloadParamConfig(Section):
         self.least(0, "max_in_cpu")
         self.least(1, "buffer_count", "buffer_size")
         rule = f"needs {self.where}.device=cpu; beside nvme all parameters are in files, and buffer_count says how many"
-        self.need(self.max_in_cpu is None or self.device == "cpu", "max_in_cpu", f"{rule} are in memory")
-        for name in ("nvme_path", "buffer_count", "buffer_size"):
-            plain = getattr(self, name) == getattr(OffloadParamConfig, name)
-            self.need(plain or self.device == "nvme", name, f"needs {self.where}.device=nvme")
+        self.idle_unless(self.device == "cpu", f"{rule} are in memory", "max_in_cpu")
+        of_files = ("nvme_path", "buffer_count", "buffer_size")
+        self.idle_unless(self.device == "nvme", f"needs {self.where}.device=nvme", *of_files)
         self.need(self.device != "nvme" or bool(self.nvme_path), "nvme_path", "device=nvme needs the files' folder")
 
 
@@ -134,7 +128,7 @@ class QuantizationConfig(Section):
             value = getattr(self, name)
             finite = value is None or value == "never" or math.isfinite(value)
             self.need(finite, name, "must be a number of dB, never, or null for the usual one")
-            self.need(self.meter_every > 0 or value is None, name, f"needs {self.where}.meter_every > 0")
+            self.idle_unless(self.meter_every > 0, f"needs {self.where}.meter_every > 0", name)
         self.least(0, "meter_every")
 
     def bound_db(self, what: Literal["weight", "gradient"]) -> float | None:
@@ -148,9 +142,6 @@ class QuantizationConfig(Section):
         bits = self.weight_bits if what == "weight" else self.gradient_bits
         usual = {("weight", 8): 25.0, ("weight", 4): 8.0, ("gradient", 8): 20.0, ("gradient", 4): 3.0}
         return usual[what, bits] if given is None else float(given)
-
-
-_OF_WEIGHTS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 
 @dataclass(frozen=True)
@@ -211,9 +202,9 @@ class ZeroConfig(Section):
         sizes = ("reduce_bucket_size", "allgather_bucket_size", "stage3_max_live_parameters", "sub_group_size")
         self.least(1, *sizes, of=" element")
         rule = f"the all-reduce variant exists for stage 1 alone, and zero.stage={self.stage}"
-        self.need(self.reduce_scatter or self.stage == 1, "reduce_scatter", rule)
+        self.idle_unless(self.stage == 1, rule, "reduce_scatter")
         rule = f"it is for parameters that are gathered after the step (stages 1 and 2), and zero.stage={self.stage}"
-        self.need(not self.overlap_param_gather or self.stage in (1, 2), "overlap_param_gather", rule)
+        self.idle_unless(self.stage in (1, 2), rule, "overlap_param_gather")
         self._check_offload()
         self._check_zeropp()
 
@@ -233,21 +224,19 @@ class ZeroConfig(Section):
         rule = f"does not go with zero.offload_param or zero.offload_optimizer.delayed_update: {rule}"
         self.need(mics == -1 or not on_host, "mics_shard_size", rule)
         rule = f"gathered parameters are stage 3's, and zero.stage={self.stage}"
-        for name in (*_OF_WEIGHTS, "zero_hpz_partition_size", "mics_shard_size"):
-            self.need(getattr(self, name) == getattr(ZeroConfig, name) or self.stage == 3, name, rule)
+        of_weights = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
+        self.idle_unless(self.stage == 3, rule, *of_weights, "zero_hpz_partition_size", "mics_shard_size")
         weights = self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
         gradients, where = self.zero_quantized_gradients, "zero_quantized_gradients"
-        self.need(not gradients or self.stage >= 1, where, "needs reduced gradients: stage 1, 2 or 3")
+        self.idle_unless(self.stage >= 1, "needs reduced gradients: stage 1, 2 or 3", where)
         rule = "does not go with zero.reduce_scatter=False, whose all-reduce the backend makes"
-        self.need(not gradients or self.reduce_scatter, where, rule)
-        # What would say nothing is refused.
-        needs = dict.fromkeys(("weight_bits", "min_weight_snr_db"), (weights, "zero.zero_quantized_weights=true"))
-        of_gradients = ("gradient_bits", "error_feedback", "min_gradient_snr_db")
-        needs |= dict.fromkeys(of_gradients, (gradients, f"zero.{where}=true"))
-        plain = QuantizationConfig()
-        for name in (f.name for f in fields(quantization)):
-            used, what = needs.get(name, (weights or gradients, "quantised weights or gradients"))
-            quantization.need(used or getattr(quantization, name) == getattr(plain, name), name, f"needs {what}")
+        self.idle_unless(self.reduce_scatter, rule, where)
+        for used, what, names in (
+            (weights, "zero.zero_quantized_weights=true", ("weight_bits", "min_weight_snr_db")),
+            (gradients, f"zero.{where}=true", ("gradient_bits", "error_feedback", "min_gradient_snr_db")),
+            (weights or gradients, "quantised weights or gradients", ("block_size", "meter_every", "kernel")),
+        ):
+            quantization.idle_unless(used, f"needs {what}", *names)
 
     @property
     def shard_align(self) -> int:
@@ -257,15 +246,12 @@ class ZeroConfig(Section):
     def _check_offload(self) -> None:
         optimizer, param, stage = self.offload_optimizer, self.offload_param, self.stage
         rule = f"offloading is for partitioned states (stages 1, 2, 3), and zero.stage={stage}"
-        optimizer.need(optimizer.device == "none" or stage >= 1, "device", rule)
+        optimizer.idle_unless(stage >= 1, rule, "device")
         rule = "does not go with zero.reduce_scatter=False, which keeps whole gradients on the device"
-        optimizer.need(optimizer.device == "none" or self.reduce_scatter, "device", rule)
-        if param.device == "none":
-            return
-        param.need(stage == 3, "device", f"parameters are partitioned in stage 3 alone, and zero.stage={stage}")
+        optimizer.idle_unless(self.reduce_scatter, rule, "device")
+        rule = f"parameters are partitioned in stage 3 alone, and zero.stage={stage}"
+        param.idle_unless(stage == 3, rule, "device")
         rule = "needs zero.offload_optimizer.device=cpu or nvme: masters on the device would take twice what this saves"
-        param.need(optimizer.device != "none", "device", rule)
-        rule = (
-            "does not go with zero.offload_optimizer.delayed_update, as the step writes where the forward pass fetches"
-        )
-        param.need(not optimizer.delayed_update, "device", rule)
+        param.idle_unless(optimizer.device != "none", rule, "device")
+        rule = "does not go with zero.offload_optimizer.delayed_update, as the step writes where forward passes fetch"
+        param.idle_unless(not optimizer.delayed_update, rule, "device")
