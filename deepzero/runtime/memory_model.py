@@ -47,7 +47,7 @@ from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER
 from deepzero.comm.topology import Nodes
 from deepzero.config.engine import EngineConfig
-from deepzero.config.zero import OffloadOptimizerConfig, ZeroConfig
+from deepzero.config.zero import ZeroConfig
 from deepzero.layout import Bucket, FlatLayout, OffloadPlan
 from deepzero.offload.copy_streams import FETCH, SUMS_TO_DEVICE, TO_DEVICE, TO_HOST
 from deepzero.offload.file_offload import FileAllGather
@@ -190,48 +190,35 @@ def bucket_bytes(
     return depth * (capacity * sizes.wire + mail) + 2 * chunk * 4
 
 
-def wire_bytes(
-    placements: Sequence[OffloadPlan], sizes: StateSizes, world_size: int, settings: OffloadOptimizerConfig
-) -> tuple[int, int]:
-    """What an offloaded step takes beside its state, on the device and on the host.
-
-    On the device a slot for each send buffer and one more, of the largest part's sum; on the host two buffers for new
-    parameters that are not fp32, or with a delayed update one for each bucket. Masters in files are not sent
-    themselves, so there fp32 parameters have buffers, too.
-    """
-    parts = [(p, i) for p in placements for i in p.layout.buckets if p.steps_on_host(i)]
-    if not parts:
-        return 0, 0
-    slots, files = 3 if sizes.overlap and world_size > 1 else 2, settings.device == "nvme"
-    largest = max(bucket.shard_numel for _, bucket in parts)
-    sent = [i.shard_numel for p, i in parts if not p.keeps_on_host(i)] if sizes.compute < 4 or files else []
-    staged = sum(sent) if settings.delayed_update else max(sent, default=0) * min(2, len(sent))
-    return slots * largest * sizes.accumulation, staged * sizes.compute
-
-
-def file_buffer_bytes(
+def offload_bytes(
     zero: ZeroConfig, placements: Sequence[tuple[OffloadPlan, bool]], sizes: StateSizes, world_size: int
-) -> int:
-    """What of the host's memory stands before files: for sums one buffer a slot, for steps, and for fetches.
+) -> tuple[int, int]:
+    """What an offloaded step takes beside its state, on the device and in the host's memory.
 
-    ``placements`` of all groups, and whether they are partitioned. Each buffer begins at a block. 12 are the bytes of
-    master and moments.
+    On the device a slot for each send buffer and one more, of the largest part's sum. On the host two buffers for new
+    parameters that are not fp32, or with a delayed update one for each bucket (masters in files are not sent
+    themselves, so there fp32 parameters have buffers, too); and what stands before files: for sums one buffer a slot,
+    for steps, and for fetches, each of which begins at a block.
+
+    ``placements`` are those of all groups, with whether they are partitioned.
     """
-    optimizer, param = zero.offload_optimizer, zero.offload_param
-    parts = [b.shard_numel for p, _ in placements if p.trained for b in p.layout.buckets if p.steps_on_host(b)]
+    optimizer, param, files = zero.offload_optimizer, zero.offload_param, zero.offload_optimizer.device == "nvme"
+    stepped = [(p, b) for p, _ in placements if p.trained for b in p.layout.buckets if p.steps_on_host(b)]
     kept = [b.shard_numel for p, parted in placements if parted for b in p.layout.buckets if p.keeps_on_host(b)]
-    states, count = 0, min(optimizer.buffer_count // 4, len(parts))
-    total = 0
-    if optimizer.device == "nvme" and parts:
-        slots, states = (
-            3 if sizes.overlap and world_size > 1 else 2,
-            12 + sizes.accumulation,
-        )  # master, two moments, sum
-        total += slots * (max(parts) * sizes.accumulation + BLOCK)
+    largest = max((bucket.shard_numel for _, bucket in stepped), default=0)
+    slots, part_bytes = 3 if sizes.overlap and world_size > 1 else 2, largest * sizes.accumulation
+    sent = [b.shard_numel for p, b in stepped if not p.keeps_on_host(b)] if sizes.compute < 4 or files else []
+    staged = sum(sent) if optimizer.delayed_update else max(sent, default=0) * min(2, len(sent))
+    host, states = staged * sizes.compute, 0  # bytes of an element's states, as they stand before a step
+    if files and stepped:
+        host += slots * (part_bytes + BLOCK)
+        states += 12 + sizes.accumulation  # master, two moments, sum
     if param.device == "nvme":
+        host += min(param.buffer_count, len(kept)) * (max(kept, default=0) * sizes.compute + BLOCK)
         states += sizes.compute if sizes.compute < 4 or not states else 0
-        total += min(param.buffer_count, len(kept)) * (max(kept, default=0) * sizes.compute + BLOCK)
-    return total + (count * (max(parts, default=0) * states + BLOCK) if states else 0)
+    if states:
+        host += min(optimizer.buffer_count // 4, len(stepped)) * (largest * states + BLOCK)
+    return slots * part_bytes, host
 
 
 def predicted_traffic(
@@ -443,11 +430,9 @@ def build_ledger(
     memory["buckets"] = bucket_bytes(layouts, comm.world_size, comm.device_type, sizes, comm.nodes)
     if offload is not None:
         traffic |= _copies(built, comm.world_size, sizes) | _file_traffic(built, comm.world_size, sizes)
-        placements, settings = [g.placement for g in built.groups], config.zero.offload_optimizer
-        on_device, memory[STAGING] = wire_bytes(placements, sizes, comm.world_size, settings)
+        placements = [(group.placement, group.partitioned) for group in built.stores]
+        on_device, memory[STAGING] = offload_bytes(config.zero, placements, sizes, comm.world_size)
         memory["buckets"] += on_device
-        everywhere = [(group.placement, group.partitioned) for group in built.stores]
-        memory[STAGING] += file_buffer_bytes(config.zero, everywhere, sizes, comm.world_size)
         memory = {offload.ledger_name(category): size for category, size in memory.items()}
     if built.stage3 is not None:
         coordinator = built.stage3.coordinator
