@@ -26,7 +26,6 @@ from typing import Any, TypeVar, get_type_hints
 from deepzero.config import deepspeed_keys as keys
 from deepzero.config.engine import (
     ActivationCheckpointingConfig,
-    CommConfig,
     EngineConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -167,8 +166,8 @@ def _read(mapping: Mapping[str, Any]) -> EngineConfig:
     for path in keys.DOTTED:
         if (value := given.pop(path, None)) is not None:
             convert(float, value, path)
-            block, _, name = path.partition(".")
-            _say(f'{path!r}, one key with a dot, changes nothing; write "{block}": {{"{name}": …}} where it is meant')
+            outer, _, inner = path.partition(".")
+            _say(f'{path!r}, one key with a dot, changes nothing; write "{outer}": {{"{inner}": …}} where it is meant')
     given = _settled(given, "")
     if isinstance(given.get("zero_optimization"), bool):
         given.pop("allgather_size", None)
@@ -184,11 +183,11 @@ def _read(mapping: Mapping[str, Any]) -> EngineConfig:
     settings["zero"], settings["precision"] = zero, _precision(given)
     if given.get("activation_checkpointing") is False:  # as some write off
         del given["activation_checkpointing"]
-    for name, kind in (("activation_checkpointing", ActivationCheckpointingConfig), ("comm", CommConfig)):
-        settings[name] = build(kind, _block(given, name), name)
-    for name, kind in (("optimizer", OptimizerConfig), ("scheduler", SchedulerConfig)):
-        if given.get(name) not in (None, {}):
-            settings[name] = kind(*_typed(given, name))
+    settings |= {name: _block(given, name) for name in ("activation_checkpointing", "comm")}
+    if given.get("optimizer") not in (None, {}):
+        settings["optimizer"] = OptimizerConfig(*_typed(given, "optimizer"))
+    if given.get("scheduler") not in (None, {}):
+        settings["scheduler"] = SchedulerConfig(*_typed(given, "scheduler"))
     known = [name.removeprefix("checkpoint.") for name in keys.SATISFIED if name.startswith("checkpoint.")]
     saved = _block(given, "checkpoint")
     settings["load_universal"] = convert(bool, saved.pop("load_universal", False), "checkpoint.load_universal")
