@@ -214,10 +214,6 @@ def _only(given: Iterable[str], known: Iterable[str], where: str) -> None:
             raise unknown_key(key, known, where)
 
 
-def _names(kind: type) -> list[str]:
-    return [f.name for f in fields(kind)]
-
-
 def _renamed(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     """With every key under the spelling that is read here."""
     kept: dict[str, Any] = {}
@@ -382,7 +378,7 @@ def _precision(given: Mapping[str, Any]) -> PrecisionConfig:
     if bf16.get("enabled") and fp16.get("enabled"):
         raise ConfigError("bf16.enabled and fp16.enabled are both true; choose one")
     _only(bf16, ["enabled", "check_grad_overflow"], "bf16")
-    of_scales = [name for name in _names(PrecisionConfig) if name not in ("dtype", "check_grad_overflow")]
+    of_scales = [f.name for f in fields(PrecisionConfig) if f.name not in ("dtype", "check_grad_overflow")]
     _only(fp16, ["enabled", *of_scales], "fp16")
     # A block that is present but not enabled is still checked, so that enabling it later brings no surprise.
     scale = {key: value for key, value in fp16.items() if key != "enabled"}

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,10 +35,10 @@ Tokens = npt.NDArray[np.integer]
 
 SEPARATOR = 0
 """The byte between two files of text."""
-STDLIB_SKIPPED_FOLDERS = frozenset(
-    ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data")
+STDLIB_SKIPPED = re.compile(
+    "site-packages|dist-packages|tests?|idle_test|__pycache__|encodings|pydoc_data|config-.*|_sysconfigdata.*"
 )
-STDLIB_SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
+"""Names of folders and files beside the sources."""
 LLM_C_MAGIC = {20240520: "llm.c's .bin for GPT-2", 20240801: "llm.c's .bin for Llama 3"}
 """First int32 of token files that share the suffix with nanoGPT's, and start with a header of 256 numbers."""
 SCANNED_TOKENS = 1 << 26
@@ -89,7 +90,7 @@ def load_corpus(cfg: DataConfig) -> Corpus:
         return _load_token_files(cfg)
     if cfg.name == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = _read_folder(root, [path for path in _walk(root, _skipped_in_stdlib) if path.suffix == ".py"])
+        files = _read_folder(root, [path for path in _walk(root, STDLIB_SKIPPED.fullmatch) if path.suffix == ".py"])
         if not files:
             hint = "take your own text with data=text data.path=FILE_OR_FOLDER"
             raise ConfigError(f"data=stdlib: this Python has no standard library source under {root}; {hint}")
@@ -114,7 +115,7 @@ def load_corpus(cfg: DataConfig) -> Corpus:
     return _from_files(files, cfg, str(path))
 
 
-def _walk(root: Path, skipped: Callable[[str], bool] = lambda name: False) -> list[Path]:
+def _walk(root: Path, skipped: Callable[[str], object] = lambda name: False) -> list[Path]:
     """Every file under ``root``; hidden files and folders (``.git``) are left out, linked folders not entered."""
 
     def unreadable(error: OSError) -> None:
@@ -126,10 +127,6 @@ def _walk(root: Path, skipped: Callable[[str], bool] = lambda name: False) -> li
         folders[:] = [name for name in folders if not name.startswith(".") and not skipped(name)]
         found += [os.path.join(folder, name) for name in names if not name.startswith(".") and not skipped(name)]
     return [Path(path) for path in found if os.path.isfile(path)]
-
-
-def _skipped_in_stdlib(name: str) -> bool:
-    return name in STDLIB_SKIPPED_FOLDERS or name.startswith(STDLIB_SKIPPED_PREFIXES)
 
 
 def _read_text(path: Path) -> bytes | None:

@@ -145,7 +145,11 @@ def build_zero(
     # ---- plan, from sizes alone: what can be refused is refused before a tensor has moved
     check_unclaimed(names)
     chosen = choose_parameters(names, arrival, optimizer)
-    moments = _moments(optimizer, config, comm.device)
+    # The user's optimizer is tried, for its class alone says too little: on the CPU where that will step, and where the
+    # device has no memory.
+    on_cpu = zero.offload_optimizer.device != "none" or comm.device.type == "meta"
+    steps_on = torch.device("cpu") if on_cpu else comm.device
+    moments = [moment_bytes(optimizer, steps_on, index) for index in range(len(optimizer.param_groups))]
     whole = {index for index, group in enumerate(optimizer.param_groups) if is_per_tensor(optimizer, group)}
     if zero.stage == 3:
         planned, limit = plan_partitioning(names, chosen, zero, comm.world_size, whole)
@@ -261,14 +265,6 @@ def plan_groups(
         for index, params in enumerate(chosen)
         if params
     ]
-
-
-def _moments(optimizer: torch.optim.Optimizer, config: EngineConfig, device: torch.device) -> list[StateBytes]:
-    # Of each optimizer group. The user's optimizer is tried, for its class alone says too little: on the CPU where that
-    # will step, and where the device has no memory.
-    on_cpu = config.zero.offload_optimizer.device != "none" or device.type == "meta"
-    steps_on = torch.device("cpu") if on_cpu else device
-    return [moment_bytes(optimizer, steps_on, index) for index in range(len(optimizer.param_groups))]
 
 
 # ---- move ------------------------------------------------------------------------------------------------------------

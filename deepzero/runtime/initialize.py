@@ -111,7 +111,8 @@ def initialize(
     if engine.global_rank == 0:
         log.info(engine.describe_bits())
     engine.collate_fn = collate_fn
-    _name_tensors(engine)
+    if settings.comm.simulated_streams:
+        simulate_streams().namers.append(tensor_namer(engine.comm.ledger, engine.zero))
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, chosen if trains else None, engine.training_dataloader, engine.lr_scheduler
@@ -142,11 +143,6 @@ def _simulating(settings: EngineConfig) -> EngineConfig:
     simulate_streams()
     comm = dataclasses.replace(settings.comm, reduce=settings.comm.reduce or "exact")
     return dataclasses.replace(settings, comm=comm)
-
-
-def _name_tensors(engine: DeepSpeedEngine) -> None:
-    if engine.config.comm.simulated_streams:
-        simulate_streams().namers.append(tensor_namer(engine.comm.ledger, engine.zero))
 
 
 def _join(required: bool | None, port: int | None, timeout: float) -> None:

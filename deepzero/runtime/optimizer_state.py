@@ -9,7 +9,7 @@ compares them for each class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -142,21 +142,16 @@ def moment_bytes(optimizer: torch.optim.Optimizer, device: torch.device, number:
             f"a parameter of {max(kinds)} dimensions in a group that is per tensor, where {len(EXTENTS)} are the most: "
             "show it with fewer, or leave it to an elementwise group"
         )
-    return StateBytes.of_trial({dims: _state_of(optimizer, group, EXTENTS[:dims], device) for dims in kinds})
-
-
-def _state_of(
-    optimizer: torch.optim.Optimizer, group: Group, shape: Sequence[int], device: torch.device
-) -> list[torch.Tensor]:
-    """The state tensors that one step makes."""
-    tensor = torch.zeros(shape, device=device).requires_grad_()
-    tensor.grad = torch.zeros_like(tensor)
+    made: dict[int, list[torch.Tensor]] = {}
     first = group["params"][0]
-    state = state_like(optimizer.state[first], first, tensor, values=False) if first in optimizer.state else {}
-    settings = settings_of(group)
-    with borrowed(optimizer) as lent:
-        lent.param_groups = [{**settings, "params": [tensor]}]
-        if state:
-            lent.state[tensor] = state
-        lent.step()
-        return [value for entry in lent.state.values() for value in entry.values() if torch.is_tensor(value)]
+    constructed = optimizer.state.get(first)
+    for dims in kinds:
+        tensor = torch.zeros(EXTENTS[:dims], device=device).requires_grad_()
+        tensor.grad = torch.zeros_like(tensor)
+        with borrowed(optimizer) as lent:
+            lent.param_groups = [{**settings_of(group), "params": [tensor]}]
+            if constructed:
+                lent.state[tensor] = state_like(constructed, first, tensor, values=False)
+            lent.step()
+            made[dims] = [value for state in lent.state.values() for value in state.values() if torch.is_tensor(value)]
+    return StateBytes.of_trial(made)
