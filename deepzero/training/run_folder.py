@@ -27,14 +27,7 @@ from deepzero.launch import rank_process
 from deepzero.launch.rank_process import leave, stop_signal
 from deepzero.monitor.metrics_file import METRICS, clear
 from deepzero.monitor.monitor import Monitor
-from deepzero.training.resume import (
-    Command,
-    find_start,
-    keep_global_batch,
-    manifest_of,
-    tag_of,
-    way_out,
-)
+from deepzero.training.resume import Command, find_start, keep_global_batch, manifest_of, tag_of, way_out
 
 RUN_FOLDER_NOTE = "run-folder"
 """A rank leaves the folder's name for the attempts after this one."""
