@@ -9,12 +9,13 @@ Source: [DeepSpeed], ``runtime/config.py``, ``runtime/zero/config.py``, ``runtim
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from deepzero.config.strict import ConfigError, Section, require
+from deepzero.config.strict import AtLeast, ConfigError, Count, NotNegative, Section, require
 from deepzero.config.zero import ZeroConfig
 
 DTYPES = ("bf16", "fp16", "fp32")
+_SMALL = ", this is too small"
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,17 @@ class PrecisionConfig(Section):
 
     dtype: Literal["bf16", "fp16", "fp32"] = "fp32"
     """Compute dtype of the model's parameters. With bf16 and fp16 the optimizer works on fp32 masters."""
-    loss_scale: float = 0.0
+    loss_scale: Annotated[float, AtLeast(0, "; 0 is dynamic, a fixed scale is positive")] = 0.0
     """fp16: a fixed loss scale; 0 means dynamic."""
-    initial_scale_power: int = 16
+    initial_scale_power: NotNegative = 16
     """fp16, dynamic: the first scale is 2 to this power."""
-    loss_scale_window: int = 1000
+    loss_scale_window: Annotated[int, AtLeast(1, _SMALL)] = 1000
     """fp16, dynamic: steps without overflow before the scale doubles."""
-    hysteresis: int = 2
+    hysteresis: Annotated[int, AtLeast(1, _SMALL)] = 2
     """fp16, dynamic: the scale halves at this overflow; those before it are tolerated."""
     consecutive_hysteresis: bool = False
     """fp16, dynamic: refill the hysteresis after every step without overflow."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: Annotated[float, AtLeast(1, _SMALL)] = 1.0
     """fp16, dynamic: the scale never falls below this."""
     auto_cast: bool = False
     """Cast floating-point inputs of ``engine(...)`` to the compute dtype."""
@@ -47,13 +48,9 @@ class PrecisionConfig(Section):
         """Whether a step whose gradients are not finite is skipped."""
         return self.dtype == "fp16" or self.check_grad_overflow
 
-    def __post_init__(self) -> None:
-        self.need(self.loss_scale >= 0, "loss_scale", "must be 0 (dynamic) or positive")
+    def _check(self) -> None:
         rule = "is for precision.dtype=bf16: fp16 always skips, fp32 never does"
         self.idle_unless(self.dtype == "bf16", rule, "check_grad_overflow")
-        least = {"initial_scale_power": 0, "loss_scale_window": 1, "hysteresis": 1, "min_loss_scale": 1}
-        for name, value in least.items():
-            self.need(getattr(self, name) >= value, name, "is too small")
 
 
 @dataclass(frozen=True)
@@ -66,11 +63,8 @@ class ChaosConfig(Section):
     """Sleep at random before launches and waits, and fill released buffers with NaN."""
     seed: int = 0
     """Every rank draws its own delays from this seed."""
-    max_delay_ms: float = 2.0
+    max_delay_ms: Annotated[float, AtLeast(0)] = 2.0
     """The longest single delay, in milliseconds."""
-
-    def __post_init__(self) -> None:
-        self.least(0, "max_delay_ms")
 
 
 @dataclass(frozen=True)
@@ -85,7 +79,7 @@ class CommConfig(Section):
     world_size_invariant: bool = False
     """Refuse what would let bits depend on the number of ranks; and let stages 0 and 1 reduce every micro-batch, in the
     order of the global batch, as stages 2 and 3 do: their gradients then travel once for each."""
-    ranks_per_node: int | None = None
+    ranks_per_node: Count | None = None
     """Ranks that share a node, consecutive ones: qgZ reduces there first, and the ledger tells what leaves a node. On
     one machine nodes can be pretended. None: as the launcher says (``LOCAL_WORLD_SIZE``), else all."""
     timeout_seconds: float = 600.0
@@ -98,8 +92,7 @@ class CommConfig(Section):
     """On CPUs, run the code for a GPU, and raise where it would read or write before it has waited. See
     ``comm/simulated_streams.py``."""
 
-    def __post_init__(self) -> None:
-        self.least(1, "ranks_per_node")
+    def _check(self) -> None:
         for name in ("timeout_seconds", "save_timeout_seconds"):
             self.need(0 < getattr(self, name) <= 1e9, name, "must be positive, and at most 1e9, thirty years")
 
@@ -116,14 +109,11 @@ class ActivationCheckpointingConfig(Section):
     cpu_checkpointing: bool = False
     """What autograd keeps for the backward pass waits in host memory: with checkpointing the inputs of blocks, without
     it all activations. Every stage."""
-    cpu_checkpointing_min_bytes: int = 1 << 20
+    cpu_checkpointing_min_bytes: NotNegative = 1 << 20
     """Smaller ones stay on the device: a copy costs ten microseconds, whatever its size, in which a GPU moves a quarter
     of a megabyte."""
     cpu_checkpointing_pin_memory: bool = True
     """Lock the pages, without which no copy runs in the background."""
-
-    def __post_init__(self) -> None:
-        self.least(0, "cpu_checkpointing_min_bytes")
 
 
 @dataclass(frozen=True)
@@ -151,13 +141,13 @@ class SchedulerConfig:
 class EngineConfig(Section):
     """Everything ``deepzero.initialize`` reads. Batch sizes are in sequences (samples)."""
 
-    train_batch_size: int | None = None
+    train_batch_size: Count | None = None
     """Sequences per optimizer step over all ranks = micro-batch × accumulation × ranks. Any two give the third."""
-    train_micro_batch_size_per_gpu: int | None = None
+    train_micro_batch_size_per_gpu: Count | None = None
     """Sequences in one forward pass of one rank."""
-    gradient_accumulation_steps: int | None = None
+    gradient_accumulation_steps: Count | None = None
     """Micro-batches per optimizer step."""
-    gradient_clipping: float = 1.0
+    gradient_clipping: Annotated[float, AtLeast(0)] = 1.0
     """Largest global gradient norm; 0 switches clipping off. The default is DeepSpeed's."""
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -171,17 +161,14 @@ class EngineConfig(Section):
     """``data_types.grad_accum_dtype``: dtype in which gradients are summed and kept until the step."""
     communication_data_type: Literal["bf16", "fp16", "fp32"] | None = None
     """Wire dtype of gradients. None: the compute dtype."""
-    steps_per_print: int | None = None
+    steps_per_print: Count | None = None
     """Print loss scale, learning rate and skipped steps on rank 0 every so many optimizer steps; None: never."""
     dataloader_drop_last: bool = False
     """Whether ``deepspeed_io``'s loaders drop an incomplete last batch."""
     load_universal: bool = False
     """``checkpoint.load_universal``: ``load_checkpoint`` without a tag takes what ``latest_universal`` names first."""
 
-    def __post_init__(self) -> None:
-        self.least(1, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        self.least(0, "gradient_clipping")
-        self.least(1, "steps_per_print")
+    def _check(self) -> None:
         zero, native = self.zero, self.comm.reduce == "native"
         rule = "the backend's own reduction cannot add quantised numbers; leave it out"
         rule = f"does not go with zero.zero_quantized_gradients, as {rule}"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from deepzero.config.engine import EngineConfig, OptimizerConfig, PrecisionConfig, SchedulerConfig
-from deepzero.config.strict import ConfigError, Section, build, require, unknown_key
+from deepzero.config.strict import AtLeast, ConfigError, Count, NotNegative, Section, build, require, unknown_key
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,17 @@ class ModelConfig(Section):
     """Shown in logs and tables; with ``library: hf`` the model type, for example ``gpt2`` or ``llama``."""
     library: Literal["own", "hf"] = "own"
     """``own``: ``models/gpt.py``. ``hf``: Hugging Face's causal language model of that type, with random weights."""
-    vocab_size: int = 256
+    vocab_size: Count = 256
     """Tokens; 256 for bytes."""
-    block_size: int = 128
+    block_size: Count = 128
     """Tokens per sequence."""
-    n_layer: int = 4
+    n_layer: Count = 4
     """Transformer blocks."""
-    n_head: int = 4
+    n_head: Count = 4
     """Attention heads; must divide ``n_embd``."""
     n_kv_head: int | None = None
     """Key/value heads (grouped-query attention); None: as many as ``n_head``."""
-    n_embd: int = 128
+    n_embd: Count = 128
     """Width of the residual stream."""
     ffn_hidden: int | None = None
     """Width of the feed-forward layer; None: 4 times ``n_embd``, or 8/3 of it rounded up to 64 for swiglu."""
@@ -52,9 +52,8 @@ class ModelConfig(Section):
     adam_lr: float = 2e-3
     """Adam's learning rate for this shape; ``configs/optimizer/`` starts from it, and ``optimizer.lr`` sets another."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self.need(self.adam_lr > 0, "adam_lr", "must be positive")
-        self.least(1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd")
         self.need(self.n_embd % self.n_head == 0, "n_head", f"must divide model.n_embd={self.n_embd}")
         ok = self.n_kv_head is None or (self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0)
         self.need(ok, "n_kv_head", f"must divide model.n_head={self.n_head}")
@@ -89,16 +88,15 @@ class DataConfig(Section):
     """Part of the corpus kept for validation: by file, or the tail of a single file."""
     glob: str | None = None
     """text: which files of a folder, for example ``*.md``; None: every file that is UTF-8 text."""
-    max_bytes: int | None = None
+    max_bytes: Count | None = None
     """Use at most this many bytes of text; None: all."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         for key, readers in _DATA_READERS.items():
             rule = f"data={self.name} does not read it, only data={' and data='.join(readers)}; leave it out, or choose"
             rule += f" data={' or data='.join(readers)} as well"
             self.idle_unless(self.name in readers, rule, key)
         self.need(0.0 < self.val_fraction < 1.0, "val_fraction", "must be between 0 and 1")
-        self.least(1, "max_bytes")
         if self.name != "stdlib" and not self.path:
             what = "FILE_OR_FOLDER" if self.name == "text" else "FOLDER (with train.bin and val.bin)"
             raise ConfigError(f"data={self.name} needs data.path={what}")
@@ -110,33 +108,33 @@ class TrainConfig(Section):
 
     where = "train"
 
-    steps: int = 400
+    steps: Count = 400
     """Optimizer steps."""
     seed: int = 1234
     """Of the model's initial values and of the order of the data."""
-    eval_every: int = 100
+    eval_every: NotNegative = 100
     """Validate before the first step, after every so many steps and after the last; 0: never."""
-    eval_batches: int = 8
+    eval_batches: Count = 8
     """Global batches per validation."""
-    fallback_batch_size: int = 24
+    fallback_batch_size: Count = 24
     """``train_batch_size`` of a run that gives neither it nor the micro-batch. Divides by 1, 2, 3, 4, 6, 8 ranks."""
     compile: bool = False
     """Compile the model's blocks by torch.compile: the first step is longer, the others are shorter. A CPU takes a C++
     compiler."""
-    log_every: int = 1
+    log_every: Count = 1
     """Steps between two lines on a plain terminal; ``metrics.jsonl`` gets every step."""
-    timeline_step: int = 3
+    timeline_step: NotNegative = 3
     """Record the memory of this step of every start, event by event, into ``timeline.json``: counted from 1; a shorter
     run's last; 0: never. The step takes a little longer."""
-    sample_tokens: int = 300
+    sample_tokens: NotNegative = 300
     """Tokens of text sampled at the end; 0: none."""
     sample_temperature: float = 0.8
     """Below 1 the sample is more careful, above 1 wilder."""
-    save_every: int = 100
+    save_every: NotNegative = 100
     """Save a checkpoint after every so many steps, after the last, on SIGTERM and on Ctrl-C; 0: never."""
     save_async: bool = True
     """Write checkpoints in the background; the step waits only until a copy was taken in memory."""
-    keep_last: int | None = 2
+    keep_last: Annotated[int, AtLeast(1, ", or null to keep all")] | None = 2
     """How many checkpoints stay; None: all."""
     resume: str | None = "auto"
     """auto: go on from the newest checkpoint in the run folder, if there is one; a path: of a run folder, a folder of
@@ -144,10 +142,7 @@ class TrainConfig(Section):
     init_from: str | None = None
     """Begin with the weights of a checkpoint, a safetensors file or a folder of them; None: with random ones."""
 
-    def __post_init__(self) -> None:
-        self.least(1, "steps", "eval_batches", "log_every", "fallback_batch_size")
-        self.least(0, "eval_every", "sample_tokens", "save_every", "timeline_step")
-        self.least(1, "keep_last", of=", or null to keep all")
+    def _check(self) -> None:
         ok = self.init_from is None or self.resume in (None, "auto")
         self.need(ok, "init_from", f"train.resume={self.resume} loads the weights; leave one out")
         self.need(self.sample_temperature > 0, "sample_temperature", "must be positive")
@@ -159,19 +154,14 @@ class LaunchConfig(Section):
 
     where = "launch"
 
-    nproc: int | None = None
+    nproc: Annotated[int, AtLeast(1, " rank")] | None = None
     """Ranks on this machine; None: one per GPU, or 2 on a machine without GPU."""
-    threads_per_rank: int | None = None
+    threads_per_rank: Count | None = None
     """Intra-op threads of each rank; None: cores divided by ranks, at least 1; 1 with comm.world_size_invariant."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is a GPU for each rank, else CPU."""
-    max_restarts: int = 0
+    max_restarts: NotNegative = 0
     """How often the ranks are started again after one has failed or was killed; they go on from the last checkpoint."""
-
-    def __post_init__(self) -> None:
-        self.least(0, "max_restarts")
-        self.least(1, "nproc", of=" rank")
-        self.least(1, "threads_per_rank")
 
 
 @dataclass(frozen=True)
@@ -192,11 +182,10 @@ class LoggerConfig(Section):
     """W&B group; None: the folder of the sweep that the run belongs to, if it does."""
     tags: tuple[str, ...] = ()
     """W&B tags."""
-    gradient_norms_every: int = 0
+    gradient_norms_every: Annotated[int, AtLeast(0, "; 0: never")] = 0
     """Steps between two measurements of every layer's gradient norm, also for ``metrics.jsonl``; 0: never."""
 
-    def __post_init__(self) -> None:
-        self.need(self.gradient_norms_every >= 0, "gradient_norms_every", "must not be negative; 0: never")
+    def _check(self) -> None:
         for name in ("run_name", "group"):
             value = getattr(self, name)
             self.need(value is None or 0 < len(value) <= 128, name, "must have 1 to 128 characters")
@@ -214,12 +203,12 @@ class ProfilerConfig(Section):
     where = "profiler"
 
     enabled: bool = False
-    wait: int = 2
+    wait: NotNegative = 2
     """Steps before the profiler warms up."""
-    warmup: int = 1
-    active: int = 3
+    warmup: NotNegative = 1
+    active: NotNegative = 3
     """Steps that are recorded."""
-    repeat: int = 1
+    repeat: Count = 1
     """How often wait, warmup and active come, one after the other; a trace each time."""
     ranks: tuple[int, ...] = (0,)
     """Which ranks record."""
@@ -227,10 +216,6 @@ class ProfilerConfig(Section):
     """Allocations, the ledger's categories over time, and with a GPU the allocator's history in a file of its own."""
     with_stack: bool = False
     """The line of Python that called each operator: large traces, and slower steps."""
-
-    def __post_init__(self) -> None:
-        self.least(0, "wait", "warmup", "active")
-        self.least(1, "repeat")
 
 
 @dataclass(frozen=True)
@@ -241,12 +226,8 @@ class DebugConfig(Section):
 
     detect_anomaly: bool = False
     """torch.autograd's anomaly mode: slow, names the forward operation of a NaN."""
-    inject_overflow_at: int | None = None
+    inject_overflow_at: Annotated[int, AtLeast(1, ": steps are counted from 1")] | None = None
     """fp16 or bf16: multiply the loss by infinity at this step on rank 0, to see how the engine reacts."""
-
-    def __post_init__(self) -> None:
-        step = self.inject_overflow_at
-        self.need(step is None or step >= 1, "inject_overflow_at", "steps are counted from 1")
 
 
 @dataclass(frozen=True)

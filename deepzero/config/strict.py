@@ -5,18 +5,19 @@ silently ignored trains the wrong model for a week), names the full path of the 
 valid one. Values are converted only where nothing can be lost: ``5e8`` is an int where an int is wanted, ``"5e8"`` too
 (YAML 1.1 reads ``5e8`` as a string), ``0.5`` is not.
 
-Source: [torchtitan], for checking in ``__post_init__``.
+Source: [torchtitan], for dataclasses that check themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from deepzero.utils.errors import ConfigError
 
@@ -29,27 +30,52 @@ def require(ok: bool, path: str, value: object, rule: str) -> None:
         raise ConfigError(f"{path}={value!r}: {rule}")
 
 
+@dataclasses.dataclass(frozen=True)
+class AtLeast:
+    """The least value of a number, in the annotation of its field: ``steps: Annotated[int, AtLeast(1)] = 400``."""
+
+    least: int
+    of: str = ""
+    """What follows in the message."""
+
+
+Count = Annotated[int, AtLeast(1)]
+NotNegative = Annotated[int, AtLeast(0)]
+
+
 class Section:
-    """A part of the settings; its ``__post_init__`` says, with these, what it refuses."""
+    """A part of the settings. Its numbers have bounds; ``_check`` says, with the other methods, what else it refuses."""
 
     where = ""
     """The section's dotted path."""
+
+    def __post_init__(self) -> None:
+        cls: type = type(self)
+        for name, bound in _bounds(cls):
+            value = getattr(self, name)
+            rule = f"must be at least {bound.least}" if bound.least else "must not be negative"
+            self.need(value is None or value >= bound.least, name, rule + bound.of)
+        self._check()
+
+    def _check(self) -> None:
+        """Raise a :class:`ConfigError` for what no bound says."""
 
     def need(self, ok: bool, name: str, rule: str) -> None:
         """Raise a :class:`ConfigError` with the path of field ``name``, its value and ``rule`` unless ``ok``."""
         require(ok, f"{self.where}.{name}".lstrip("."), getattr(self, name), rule)
 
-    def least(self, least: int, *names: str, of: str = "") -> None:
-        """Raise unless each of the fields is None or at least ``least``; ``of`` follows the number in the message."""
-        for name in names:
-            value = getattr(self, name)
-            rule = f"must be at least {least}{of}" if least else "must not be negative"
-            self.need(value is None or value >= least, name, rule)
-
     def idle_unless(self, used: bool, rule: str, *names: str) -> None:
         """Refuse what would say nothing: unless ``used``, each of the fields has its default, or ``rule`` is broken."""
         for name in names:
             self.need(used or getattr(self, name) == getattr(type(self), name), name, rule)
+
+
+@functools.cache
+def _bounds(cls: type) -> list[tuple[str, AtLeast]]:
+    """Names of fields with their bounds, those that may be None too."""
+    hints = typing.get_type_hints(cls, include_extras=True).items()
+    kinds = [(name, kind) for name, hint in hints for kind in (hint, *typing.get_args(hint))]
+    return [(name, mark) for name, kind in kinds for mark in getattr(kind, "__metadata__", ())]
 
 
 def unknown_key(key: object, valid: typing.Iterable[str], where: str) -> ConfigError:

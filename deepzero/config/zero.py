@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from deepzero.config.strict import Section
+from deepzero.config.strict import AtLeast, Count, NotNegative, Section
 from deepzero.layout import ALIGN
 
+Numel = Annotated[int, AtLeast(1, " element")]
 MOST = 1 << 20
 """Elements that share a scale."""
 
@@ -42,15 +43,13 @@ class OffloadOptimizerConfig(Section):
     delayed_update: bool = False
     """One-step delayed parameter update: the CPU steps during the next step's forward and backward pass, which still
     use the parameters from before. Needs CPUAdam."""
-    delay_after_steps: int = 40
+    delay_after_steps: NotNegative = 40
     """The first so many steps are not delayed: early in training parameters change fast."""
-    threads: int | None = None
+    threads: Count | None = None
     """Of the CPU's step, for each rank; None: the host's cores divided by its ranks."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self.need(0.0 <= self.ratio <= 1.0, "ratio", "must be between 0 and 1")
-        self.need(self.delay_after_steps >= 0, "delay_after_steps", "is negative")
-        self.least(1, "threads")
         # pin_memory alone is harmless.
         self.idle_unless(self.device != "none", f"needs {self.where}.device=cpu or nvme", "ratio", "threads")
         of_files = ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write")
@@ -74,19 +73,17 @@ class OffloadParamConfig(Section):
     file, and is read ahead of that. Stage 3 alone."""
     nvme_path: str | None = None
     """The folder of the files, on a disk of each host. Nothing stays there."""
-    buffer_count: int = 5
+    buffer_count: Count = 5
     """nvme: so many buckets' parts are in host memory at a time, read and not yet fetched."""
-    buffer_size: int = 100_000_000
+    buffer_size: Count = 100_000_000
     """nvme: at most so many elements of a bucket's part; one that is larger is refused."""
     pin_memory: bool = True
     """As for ``offload_optimizer``; one arena holds both, and is locked when either asks for it."""
-    max_in_cpu: int | None = None
+    max_in_cpu: NotNegative | None = None
     """At most so many elements of a rank's parts are kept there; the rest stays on the device. None: all are. (In
     DeepSpeed the key concerns NVMe alone, and its default is 1e9.)"""
 
-    def __post_init__(self) -> None:
-        self.least(0, "max_in_cpu")
-        self.least(1, "buffer_count", "buffer_size")
+    def _check(self) -> None:
         rule = f"needs {self.where}.device=cpu; beside nvme all parameters are in files, and buffer_count says how many"
         self.idle_unless(self.device == "cpu", f"{rule} are in memory", "max_in_cpu")
         of_files = ("nvme_path", "buffer_count", "buffer_size")
@@ -108,7 +105,7 @@ class QuantizationConfig(Section):
     """Elements that share a scale, a multiple of 64."""
     error_feedback: bool = False
     """qgZ: what a gradient lost on the wire is added to the next one. Costs memory, see docs/zeropp.md."""
-    meter_every: int = 50
+    meter_every: NotNegative = 50
     """Measure the signal-to-noise ratio of every bucket in every so-manieth optimizer step; 0: never."""
     min_weight_snr_db: float | Literal["never"] | None = None
     """A bucket whose weights fall below this ratio goes unquantised from then on. None: 25 for 8 bits, 8 for 4."""
@@ -117,7 +114,7 @@ class QuantizationConfig(Section):
     kernel: Literal["auto", "plain", "compiled"] = "auto"
     """compiled: through ``torch.compile``; auto: where there is a compiler, and enough to do."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         for name in ("weight_bits", "gradient_bits"):
             self.need(getattr(self, name) in (4, 8), name, "must be 8 or 4")
         rule = f"must be at most {MOST} elements, as one scale for so many is no scale for most of them"
@@ -129,7 +126,6 @@ class QuantizationConfig(Section):
             finite = value is None or value == "never" or math.isfinite(value)
             self.need(finite, name, "must be a number of dB, never, or null for the usual one")
             self.idle_unless(self.meter_every > 0, f"needs {self.where}.meter_every > 0", name)
-        self.least(0, "meter_every")
 
     def bound_db(self, what: Literal["weight", "gradient"]) -> float | None:
         """The ratio below which a bucket of ``what`` goes unquantised; None: it never does.
@@ -152,9 +148,9 @@ class ZeroConfig(Section):
 
     stage: int = 0
     """Which model states are partitioned: 0 none, 1 optimizer states, 2 and gradients, 3 and parameters."""
-    reduce_bucket_size: int = 500_000_000
+    reduce_bucket_size: Numel = 500_000_000
     """At most this many elements are reduced at a time. For small models see ``layout.bucket_limit``."""
-    allgather_bucket_size: int = 500_000_000
+    allgather_bucket_size: Numel = 500_000_000
     """At most this many elements are gathered at a time; with ``reduce_bucket_size`` it limits a bucket."""
     overlap_comm: bool = False
     """Let reductions run while the backward pass goes on, with two buckets in flight."""
@@ -163,25 +159,25 @@ class ZeroConfig(Section):
     pass begins. deepzero's own; the name is Megatron's."""
     reduce_scatter: bool = True
     """Stage 1 only: false reduces with an all-reduce, as DeepSpeed's first release did, at 1.5 times the volume."""
-    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_prefetch_bucket_size: NotNegative = 50_000_000
     """Stage 3: fetch ahead until so many elements are gathered and not yet used; 0: never. A small model is cut into
     small buckets, and then so many are limited to its largest size; see ``partition_plan.fetch_limits``."""
-    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_live_parameters: Numel = 1_000_000_000
     """Stage 3: at most this many elements are gathered at any time. A module that needs more at once gets it, with a
     warning."""
-    stage3_max_reuse_distance: int = 1_000_000_000
+    stage3_max_reuse_distance: NotNegative = 1_000_000_000
     """Stage 3: keep what is used again within so many elements of other parameters. For small models as
     ``stage3_prefetch_bucket_size``."""
-    stage3_param_persistence_threshold: int = 100_000
+    stage3_param_persistence_threshold: NotNegative = 100_000
     """Stage 3: parameters of at most this many elements stay whole on every rank."""
-    sub_group_size: int = 1_000_000_000
+    sub_group_size: Numel = 1_000_000_000
     """Stage 3: the optimizer steps on at most this many elements of a rank's share at a time. What the CPU steps on is
     cut into the layout's buckets instead."""
     zero_quantized_weights: bool = False
     """qwZ, stage 3: parameters are gathered in ``quantization.weight_bits`` bits."""
     zero_quantized_nontrainable_weights: bool = False
     """qwZ for frozen parameters alone."""
-    zero_hpz_partition_size: int = 1
+    zero_hpz_partition_size: Annotated[int, AtLeast(1, " rank; 1 switches hpZ off")] = 1
     """hpZ, stage 3: so many consecutive ranks, a node's, keep the parameters once more among them; all gathers but a
     step's first stay there. 1: off."""
     zero_quantized_gradients: bool = False
@@ -196,11 +192,8 @@ class ZeroConfig(Section):
     offload_param: OffloadParamConfig = field(default_factory=OffloadParamConfig)
     """Parameters in host memory."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self.need(self.stage in (0, 1, 2, 3), "stage", "stages are 0, 1, 2 and 3")
-        self.least(0, "stage3_prefetch_bucket_size", "stage3_max_reuse_distance", "stage3_param_persistence_threshold")
-        sizes = ("reduce_bucket_size", "allgather_bucket_size", "stage3_max_live_parameters", "sub_group_size")
-        self.least(1, *sizes, of=" element")
         rule = f"the all-reduce variant exists for stage 1 alone, and zero.stage={self.stage}"
         self.idle_unless(self.stage == 1, rule, "reduce_scatter")
         rule = f"it is for parameters that are gathered after the step (stages 1 and 2), and zero.stage={self.stage}"
@@ -215,7 +208,6 @@ class ZeroConfig(Section):
 
     def _check_zeropp(self) -> None:
         size, mics, quantization = self.zero_hpz_partition_size, self.mics_shard_size, self.quantization
-        self.least(1, "zero_hpz_partition_size", of=" rank; 1 switches hpZ off")
         self.need(mics == -1 or mics >= 1, "mics_shard_size", "must be at least 1 rank, or -1 for off")
         rule = f"does not go with zero.zero_hpz_partition_size={size}, as with MiCS no gather leaves the group anyway"
         self.need(mics == -1 or size == 1, "mics_shard_size", rule)

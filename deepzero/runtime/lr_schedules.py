@@ -40,13 +40,22 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
 from deepzero.comm import process_group
 from deepzero.config.engine import SchedulerConfig
-from deepzero.config.strict import ConfigError, Section, build, convert, require
+from deepzero.config.strict import (
+    AtLeast,
+    ConfigError,
+    Count,
+    NotNegative,
+    Section,
+    build,
+    convert,
+    require,
+)
 
 log = logging.getLogger(__name__)
 
@@ -114,13 +123,11 @@ class Constant(Curve):
 class WarmupCosine(Curve):
     """``warmup_cosine``: a straight line up, half a cosine down."""
 
-    warmup_steps: int = 0  # below the full rate, which step number warmup_steps (from 0) is the first to have
-    total_steps: int | None = None  # T; None: the length of the run
+    warmup_steps: NotNegative = 0  # below the full rate, which step number warmup_steps (from 0) is the first to have
+    total_steps: Count | None = None  # T; None: the length of the run
     min_lr_ratio: float = 0.1  # the end, as a part of the full rate; steps after T, if any, stay there
 
-    def __post_init__(self) -> None:
-        self.least(0, "warmup_steps")
-        self.least(1, "total_steps")
+    def _check(self) -> None:
         self.need(0.0 <= self.min_lr_ratio <= 1.0, "min_lr_ratio", "must be between 0 and 1")
 
     def _factor(self, done: int) -> float:
@@ -136,11 +143,10 @@ class WarmupStableDecay(WarmupCosine):
     """``warmup_stable_decay``: up, level, down; the level part can be made longer without a new start."""
 
     min_lr_ratio: float = 0.0  # the end (at T, one step after the last)
-    decay_steps: int | None = None  # at the end; None: a fifth of T, rounded up
+    decay_steps: NotNegative | None = None  # at the end; None: a fifth of T, rounded up
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.least(0, "decay_steps")
+    def _check(self) -> None:
+        super()._check()
         if self.decay_steps is not None and self.total_steps is not None:
             rule = f"is longer than the whole schedule, scheduler.params.total_steps={self.total_steps}"
             self.need(self.decay_steps <= self.total_steps, "decay_steps", rule)
@@ -162,11 +168,8 @@ class WarmupStableDecay(WarmupCosine):
 class DeepSpeedWarmup(Curve):
     """The warm-up that three of DeepSpeed's schedules share."""
 
-    warmup_num_steps: int = 1000  # iterations; 1 counts as 2
+    warmup_num_steps: Count = 1000  # iterations; 1 counts as 2
     warmup_type: Literal["log", "linear"] = "log"  # fast at first, or even
-
-    def __post_init__(self) -> None:
-        self.least(1, "warmup_num_steps", *(["total_num_steps"] if hasattr(self, "total_num_steps") else []))
 
     def _warmup(self, iteration: int) -> float | None:
         """From 0 at iteration 0 to 1, by the logarithm (1 at the last iteration) or by a line; None: it is over."""
@@ -202,7 +205,7 @@ class WarmupDecayLR(WarmupLR):
     """Up as in :class:`WarmupLR`, then a straight line that ends at ``warmup_min_lr`` when all steps are done."""
 
     warmup_max_lr: PerGroup | None = 0.001
-    total_num_steps: int | None = None  # T; None: the length of the run
+    total_num_steps: Count | None = None  # T; None: the length of the run
 
     def _after(self, done: int) -> float:
         total = self._length("total_num_steps")
@@ -213,7 +216,7 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(DeepSpeedWarmup):
     """The optimizer's own rate times a warm-up and half a cosine."""
 
-    total_num_steps: int | None = None  # T; None: the length of the run
+    total_num_steps: Count | None = None  # T; None: the length of the run
     warmup_min_ratio: float = 0.0  # where the warm-up starts, as a part of the full rate
     cos_min_ratio: float = 0.0001  # where the cosine ends and stays, as a part of the full rate
 
@@ -235,20 +238,15 @@ class OneCycle(Curve):
     cycle_min_lr: PerGroup  # at both ends of the cycle
     cycle_max_lr: PerGroup  # in the middle
     decay_lr_rate: float = 0.0  # after the cycle the rate is cycle_min_lr / (1 + decay_lr_rate * x)
-    cycle_first_step_size: int = 2000  # iterations up
-    cycle_second_step_size: int | None = None  # iterations down; None: as many as up
-    cycle_first_stair_count: int = 0  # climb in so many stairs; 0: smoothly
-    cycle_second_stair_count: int | None = None  # descend in so many; None: as many as on the way up
-    decay_step_size: float = 0  # iterations of one unit of x; 0: no decay
+    cycle_first_step_size: Count = 2000  # iterations up
+    cycle_second_step_size: NotNegative | None = None  # iterations down; None: as many as up
+    cycle_first_stair_count: NotNegative = 0  # climb in so many stairs; 0: smoothly
+    cycle_second_stair_count: NotNegative | None = None  # descend in so many; None: as many as on the way up
+    decay_step_size: Annotated[float, AtLeast(0)] = 0  # iterations of one unit of x; 0: no decay
     cycle_momentum: bool | None = None  # move the first beta too; None: if the optimizer has betas
     cycle_min_mom: PerGroup = 0.8  # the first beta in the middle of the cycle, and at optimizer step 0
     cycle_max_mom: PerGroup = 0.9  # the first beta at both ends
     decay_mom_rate: float = 0.0  # after the cycle the first beta is cycle_max_mom * (1 + decay_mom_rate * x)
-
-    def __post_init__(self) -> None:
-        self.least(1, "cycle_first_step_size")
-        stairs = ("cycle_first_stair_count", "cycle_second_stair_count")
-        self.least(0, "cycle_second_step_size", *stairs, "decay_step_size")
 
     def for_optimizer(self, optimizer: torch.optim.Optimizer) -> OneCycle:
         """The same curve with ``cycle_momentum`` true or false, now that the optimizer is known.
@@ -303,12 +301,9 @@ class LRRangeTest(Curve):
     """A line upwards, to find the rate at which a model stops to learn."""
 
     lr_range_test_min_lr: PerGroup = 1e-3  # of step 0
-    lr_range_test_step_size: int = 2000  # steps for which one lr_range_test_step_rate is added
+    lr_range_test_step_size: Count = 2000  # steps for which one lr_range_test_step_rate is added
     lr_range_test_step_rate: float = 1.0  # in parts of lr_range_test_min_lr
     lr_range_test_staircase: bool = False  # all at once after so many steps
-
-    def __post_init__(self) -> None:
-        self.least(1, "lr_range_test_step_size")
 
     def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
         """The same line for each group; of ``base_lrs`` only the number counts."""
