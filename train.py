@@ -30,8 +30,7 @@ from deepzero.profiling.trace import trace
 from deepzero.training.build_model import build_model, sequences
 from deepzero.training.command_line import CommandLine
 from deepzero.training.reporting import StepTimeline, build_monitor, complete_timeline, final_facts, step_record
-from deepzero.training.resume import Command
-from deepzero.training.run_folder import join, load_start, save_if_due, stop
+from deepzero.training.run_folder import Command, join, load_start, save_if_due, stop
 from deepzero.utils.closed_pipe import exit_with
 
 

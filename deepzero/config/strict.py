@@ -44,7 +44,7 @@ NotNegative = Annotated[int, AtLeast(0)]
 
 
 class Section:
-    """A part of the settings. Its numbers have bounds; ``_check`` says, with the other methods, what else it refuses."""
+    """A part of the settings. Its numbers have bounds; ``_check`` says, with the methods here, what else is refused."""
 
     where = ""
     """The section's dotted path."""

@@ -243,8 +243,16 @@ class GPT(TextGenerator):
         Raises:
             ValueError: a sequence longer than the model's block, or shapes that differ.
         """
-        self._check(input_ids, labels, last_only)
+        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+            raise ValueError(f"input_ids must be [batch, tokens] with at least one token, got {tuple(input_ids.shape)}")
         config, tokens, rope = self.config, input_ids.shape[1], None
+        if tokens > config.block_size:
+            raise ValueError(f"a sequence of {tokens} tokens is longer than model.block_size={config.block_size}")
+        if labels is not None and (last_only or labels.shape != input_ids.shape):
+            raise ValueError(
+                f"labels {tuple(labels.shape)} must have the shape of input_ids {tuple(input_ids.shape)}, "
+                f"and last_only={last_only} goes without labels"
+            )
         x = self.wte(input_ids)
         if self.wpe is not None:
             x = x + self.wpe(torch.arange(tokens, device=input_ids.device))
@@ -265,21 +273,6 @@ class GPT(TextGenerator):
         if labels is None:
             return logits
         return cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-    def _check(self, input_ids: Tensor, labels: Tensor | None, last_only: bool) -> None:
-        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-            raise ValueError(f"input_ids must be [batch, tokens] with at least one token, got {tuple(input_ids.shape)}")
-        if (tokens := input_ids.shape[1]) > self.config.block_size:
-            raise ValueError(f"a sequence of {tokens} tokens is longer than model.block_size={self.config.block_size}")
-        if labels is not None and (last_only or labels.shape != input_ids.shape):
-            raise ValueError(
-                f"labels {tuple(labels.shape)} must have the shape of input_ids {tuple(input_ids.shape)}, "
-                f"and last_only={last_only} goes without labels"
-            )
-
-    def expert_blocks(self) -> set[str]:
-        """Names of the classes that choose experts by the data: none."""
-        return set()
 
     def num_parameters(self) -> int:
         """Elements of all parameters, a tied weight counted once."""

@@ -32,7 +32,7 @@ def build_model(run: RunConfig, compiled: bool = True) -> GPT | HFModel:
     if run.train.compile and compiled and isinstance(model, GPT):
         for block in model.blocks:
             block.compile()
-    if run.engine.zero.stage == 3 and (blocks := model.expert_blocks()):
+    if run.engine.zero.stage == 3 and isinstance(model, HFModel) and (blocks := model.expert_blocks()):
         set_z3_leaf_modules(model, blocks)
     return model
 

@@ -45,8 +45,7 @@ from deepzero.planning import plan
 from deepzero.planning.dry_run import ClusterShape, dry_run
 from deepzero.training import run_folder
 from deepzero.training.build_model import preflight, program_of, threads_of_rank
-from deepzero.training.resume import Command, interpreter, torchrun_words
-from deepzero.training.run_folder import at_its_start, cannot_write, has_begun, remove_unused
+from deepzero.training.run_folder import Command, at_its_start, cannot_write, has_begun, remove_unused
 from deepzero.utils.formatting import flatten
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -145,7 +144,7 @@ class CommandLine:
         hydra_cfg, words = HydraConfig.get(), sys.argv[1:]
         if hydra_cfg.mode == RunMode.MULTIRUN:  # one run of the sweep is gone on with by itself
             words = list(hydra_cfg.overrides.task)
-        start = torchrun_words(sys.argv[0]) if under_launcher() else (interpreter(),)
+        start = run_folder.torchrun_words(sys.argv[0]) if under_launcher() else (run_folder.interpreter(),)
         program = sys.argv[0] if Path(sys.argv[0]).name == self._program.name else str(self._program)
         parts = {"config": cfg, "hydra": HydraConfig.instance().cfg, "overrides": hydra_cfg.overrides.task}
         files = {f"{name}.yaml": OmegaConf.to_yaml(part) for name, part in parts.items()}

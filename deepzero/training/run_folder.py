@@ -1,9 +1,12 @@
-"""Where a run begins, is saved and is left: its folder, the meeting with other ranks, checkpoints, the request to stop.
+"""A run's folder: what is there before it begins, from which checkpoint it goes on, saving, and how it is left.
 
 **A command that is refused leaves no folder.** Hydra makes the run folder before anybody has looked at the settings. So
 a callback of Hydra's (:class:`FoldersBefore`, in ``configs/train.yaml``) notes beforehand which folder is there, and
 :func:`remove_unused` takes away what came below it and stayed empty. Files come when the run begins: Hydra's record
-too (:meth:`deepzero.training.resume.Command.keep`), which Hydra itself would write at once.
+too (:meth:`Command.keep`), which Hydra itself would write at once.
+
+**The same command with the same folder goes on**, whether a person, a scheduler or a launcher types it: a run keeps its
+checkpoints in its own folder, and ``train.resume=auto`` takes the newest of them.
 """
 
 from __future__ import annotations
@@ -11,15 +14,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from deepzero.checkpoint.checkpoint_dir import LOCK, RUN_CHECKPOINTS, acquire, holds, point_latest
-from deepzero.checkpoint.errors import CheckpointError, OtherModel
+from deepzero.checkpoint import checkpoint_dir
+from deepzero.checkpoint.checkpoint_dir import LOCK, RUN_CHECKPOINTS, complete_beside, complete_tags, read_manifest
+from deepzero.checkpoint.errors import CheckpointError, OtherModel, said_complete
+from deepzero.checkpoint.manifest import Manifest
 from deepzero.comm import process_group
 from deepzero.comm.simulated_streams import simulate_streams
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
-from deepzero.config.engine import resolve_batch
+from deepzero.config.engine import EngineConfig, resolve_batch
+from deepzero.config.hydra_errors import split
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.data.sampler import GlobalBatchSampler
@@ -27,7 +40,6 @@ from deepzero.launch import rank_process
 from deepzero.launch.rank_process import leave, stop_signal
 from deepzero.monitor.metrics_file import METRICS, clear
 from deepzero.monitor.monitor import Monitor
-from deepzero.training.resume import Command, find_start, keep_global_batch, manifest_of, tag_of, way_out
 
 RUN_FOLDER_NOTE = "run-folder"
 """A rank leaves the folder's name for the attempts after this one."""
@@ -75,7 +87,7 @@ def remove_unused(run_dir: Path | None = None) -> None:
     with contextlib.suppress(OSError):  # what holds something stays
         found = list(folder.iterdir()) if stays in folder.parents else []
         # Two runs that start in one second have one name for their folders: the lock of the other one stays.
-        if {path.name for path in found} <= (_EMPTY if holds(folder) else _EMPTY - {LOCK}):
+        if {path.name for path in found} <= (_EMPTY if checkpoint_dir.holds(folder) else _EMPTY - {LOCK}):
             for path in found:
                 path.unlink()
         while stays in folder.parents:
@@ -90,7 +102,7 @@ def take(run_dir: Path) -> None:
         ConfigError: another run has it, or nothing can be written there.
     """
     try:
-        acquire(run_dir)
+        checkpoint_dir.acquire(run_dir)
     except CheckpointError as error:
         raise ConfigError(f"hydra.run.dir: {error}") from None
     except OSError as error:
@@ -107,6 +119,108 @@ def cannot_write(run_dir: Path, error: OSError) -> ConfigError:
 def has_begun(run_dir: Path, since: float) -> bool:
     """Whether ranks that were started at ``since`` (``time.time()``) have begun to write there."""
     return (run_dir / METRICS).exists() and (run_dir / METRICS).stat().st_mtime >= since
+
+
+# ---- where a run begins ----------------------------------------------------------------------------------------------
+
+
+def tag_of(step: int) -> str:
+    """The tag of a run's checkpoint after ``step`` optimizer steps."""
+    return f"step_{step:08d}"
+
+
+def find_start(resume: str | None, run_dir: Path, restarted: bool = False) -> Path | None:
+    """The checkpoint that a run begins with; None for the beginning.
+
+    Args:
+        resume: ``train.resume``. A checkpoint in the run folder itself is where the run goes back to; any other place
+            counts until this run has saved something.
+        run_dir: the run folder.
+        restarted: the ranks were started again by a launcher: what this run has saved goes before everything.
+
+    Raises:
+        ConfigError: there is none where ``resume`` says, or the run folder holds some that ``resume`` does not want.
+    """
+    own, tag = run_dir / RUN_CHECKPOINTS, None
+    try:
+        if resume is not None and not restarted and Path(resume).expanduser().resolve().parent == own.resolve():
+            tag = Path(resume).name
+            return checkpoint_dir.find(own, tag)
+        if resume is not None or restarted:
+            # ``latest`` is written after the first checkpoint has appeared: a kill may come between.
+            newest = checkpoint_dir.latest_tag(own) or next(reversed(complete_tags(own)), None)
+            if newest is not None:
+                return checkpoint_dir.find(own, newest)
+        elif saved := complete_tags(own):
+            raise ConfigError(
+                f"train.resume=null, and {own} holds checkpoints of an earlier run ({', '.join(saved)}): "
+                "train.resume=auto goes on from them; to begin anew choose another hydra.run.dir, or remove them"
+            )
+        return None if resume in (None, "auto") else checkpoint_dir.find(resume, None)
+    except CheckpointError as error:
+        beside = complete_beside(own if complete_tags(own) else resume or own, tag)
+        raise ConfigError(f"train.resume={resume or 'null'}: {error}{way_out(beside)}") from None
+
+
+def way_out(beside: Path | None) -> str:
+    """What resumes instead of a damaged checkpoint, to stand behind what is wrong with it."""
+    if beside is None:
+        return ""
+    return f"; {said_complete(beside)}: the same command with train.resume={beside} goes on from there"
+
+
+def manifest_of(path: Path, total_steps: int) -> Manifest:
+    """The manifest of the checkpoint that a run of ``total_steps`` begins with.
+
+    Raises:
+        ConfigError: it is damaged, or has more steps behind it than the run is to take.
+    """
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        raise ConfigError(f"{error}{way_out(complete_beside(path.parent, path.name))}") from None
+    if (taken := manifest.counters["global_steps"]) > total_steps:
+        raise ConfigError(f"train.steps={total_steps}: {path} was saved after step {taken}; name at least as many")
+    return manifest
+
+
+def keep_global_batch(config: EngineConfig, manifest: Manifest, world_size: int) -> EngineConfig:
+    """The same global batch on any number of ranks: the micro-batch as it was or smaller, more of them or fewer.
+
+    A run that names another ``train_batch_size`` than the checkpoint's gets what it names; and the micro-batch or the
+    accumulation that it names, where the global batch can be cut like that. The number of ranks being the same says
+    nothing: the checkpoint may be of a run that had already gone on with fewer of them than it began with.
+
+    Raises:
+        ConfigError: the global batch does not divide by the number of ranks.
+
+    Example (24 sequences as 4 ranks x 1 x 6; on 3 ranks)::
+
+        >>> from types import SimpleNamespace
+        >>> saved = SimpleNamespace(world_size=4, batch={"global_batch": 24, "micro_batch": 6, "accumulation": 1})
+        >>> kept = keep_global_batch(EngineConfig(train_batch_size=24), saved, world_size=3)
+        >>> kept.train_batch_size, kept.train_micro_batch_size_per_gpu
+        (24, 4)
+    """
+    total, micro = manifest.batch["global_batch"], config.train_micro_batch_size_per_gpu
+    if config.train_batch_size not in (None, total):
+        return config
+    if micro is not None or config.gradient_accumulation_steps is not None:
+        named = dataclasses.replace(config, train_batch_size=total)
+        with contextlib.suppress(ConfigError):
+            resolve_batch(named, world_size)
+            return named
+    share, rest = divmod(total, world_size)
+    if rest:
+        raise ConfigError(
+            f"the checkpoint was trained with train_batch_size={total}, which {world_size} ranks cannot share evenly; "
+            f"start a number of ranks that divides it, or set another train_batch_size"
+        )
+    most = min(micro or manifest.batch["micro_batch"], share)
+    micro = max(size for size in range(1, most + 1) if share % size == 0)
+    return dataclasses.replace(
+        config, train_batch_size=total, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=None
+    )
 
 
 def at_its_start(run: RunConfig, run_dir: Path, world_size: int) -> RunConfig:
@@ -164,7 +278,7 @@ def load_start(
     if engine.global_rank == 0:  # not before: a run that is refused removes nothing
         try:
             if path is not None and path.parent == run_dir / RUN_CHECKPOINTS and not path.name.startswith("."):
-                point_latest(path)  # the run goes back to it, and restarts follow
+                checkpoint_dir.point_latest(path)  # the run goes back to it, and restarts follow
             when = clear(run_dir, going_on=engine.global_steps > 0)
             command.keep(run_dir)
         except OSError as error:
@@ -207,3 +321,91 @@ def stop(run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, monitor: Monito
     monitor.stopped(f"stopped by {number.name}", dataclasses.asdict(run))
     engine.barrier()
     leave(128 + number)
+
+
+# ---- the command that goes on ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Command:
+    """One run as it was typed; of a sweep, one of its runs."""
+
+    start: Sequence[str]
+    """The words before the overrides: ``python train.py``, or torchrun with what it needs."""
+    overrides: Sequence[str]
+    files: Mapping[str, str]
+    """Names and texts of Hydra's own record: config, overrides, Hydra's settings."""
+    by_torchrun: bool
+    """Then ranks say for themselves how to go on; else the process that has started them does."""
+
+    def keep(self, run_dir: Path) -> None:
+        """Write Hydra's record when the run begins: a run that is refused leaves no trace in the folder."""
+        folder = run_dir / ".hydra"
+        known = folder.exists()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in self.files.items():
+                (folder / name).write_text(text, encoding="utf-8")
+        except OSError:  # of a disk that is full, for one
+            if not known:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def way_on(self, run_dir: Path, total_steps: int) -> str:
+        """Which step was saved last, and the command that goes on from there; empty where nothing was saved.
+
+        After the last of ``total_steps`` the command asks for twice as many.
+        """
+        try:
+            if (path := find_start("auto", run_dir)) is None:
+                return ""
+            step = read_manifest(path).counters["global_steps"]
+        except (ConfigError, CheckpointError):  # whoever tries to go on reads what is wrong with it
+            return ""
+        more = [f"train.steps={2 * total_steps}"] if step >= total_steps else []
+        # Without train.resume the newest checkpoint of the folder counts. The value that was typed named the beginning
+        # of this run: null is refused now that there are checkpoints, and an earlier one of them would be gone back to.
+        replaced = {"hydra.run.dir", "train.resume", *(split(word)[1] for word in more)}
+        kept = [word for word in self.overrides if split(word)[1] not in replaced]
+        words = [*self.start, *kept, *more, f"hydra.run.dir={in_hydras_quotes(str(run_dir))}"]
+        typed = " ".join(map(in_shells_quotes, words))
+        return f"saved after step {step}; to go on{' to more steps' if more else ''}: {typed}"
+
+
+def interpreter() -> str:
+    """This Python as a shell finds it: by its name where that leads here, else by its path."""
+    name = Path(sys.executable).name
+    return name if shutil.which(name) == sys.executable else sys.executable
+
+
+def torchrun_words(program: str) -> tuple[str, ...]:
+    """How torchrun was called on this node, from the table of processes; shortened where there is none to read."""
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8").split("\0")
+        return tuple(words[: words.index(program)])
+    except (OSError, ValueError):
+        return ("torchrun", "...")
+
+
+def in_hydras_quotes(value: str) -> str:
+    r"""The value of an override as Hydra reads it to the letter; plain where it can stand as it is.
+
+    Example:
+        >>> print(in_hydras_quotes("runs/1"), in_hydras_quotes("it's (2)"))
+        runs/1 'it\'s (2)'
+    """
+    if re.fullmatch(r"[\w./+-]+", value, re.ASCII):
+        return value
+    # A backslash is an escape only where a quote follows.
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
+    return "'" + escaped.replace("${", "\\${") + "'"
+
+
+def in_shells_quotes(word: str) -> str:
+    """A word for the shell; one with Hydra's quotes in double ones where that can be.
+
+    Example:
+        >>> print(in_shells_quotes("zero.stage=2"), in_shells_quotes("data.path='my text'"), in_shells_quotes("a b"))
+        zero.stage=2 "data.path='my text'" 'a b'
+    """
+    return f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)

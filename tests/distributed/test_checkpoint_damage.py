@@ -11,7 +11,7 @@ from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.export import export
 from deepzero.comm import process_group
 from deepzero.config.strict import ConfigError
-from deepzero.training.resume import find_start
+from deepzero.training.run_folder import find_start
 from tests.distributed.checkpoints import engine_for, fingerprints, said, steps
 from tests.distributed.damages import ALL, FILES, MANIFESTS
 from tests.distributed.training import TinyModel, my_micro_batches

@@ -24,7 +24,7 @@ from deepzero.checkpoint.verify import verify
 from deepzero.comm import process_group
 from deepzero.compat import zero_to_fp32
 from deepzero.monitor.metrics_file import MetricsFile, kept_metrics, write_summary
-from deepzero.training.resume import find_start
+from deepzero.training.run_folder import find_start
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
 from tests.distributed.power import Recorder, idle_flushes, key, lay, losses, read
 

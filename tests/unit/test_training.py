@@ -20,10 +20,9 @@ from deepzero.config.engine import BatchSizes, EngineConfig, resolve_batch
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.monitor import environment
-from deepzero.training import resume, run_folder
+from deepzero.training import run_folder
 from deepzero.training.reporting import final_facts
-from deepzero.training.resume import Command, find_start, interpreter, manifest_of, tag_of
-from deepzero.training.run_folder import FoldersBefore, remove_unused, take
+from deepzero.training.run_folder import Command, FoldersBefore, find_start, remove_unused, tag_of, take
 
 # ---- the batch of a run that goes on, on as many ranks as before or not ----------------------------------------------
 
@@ -50,9 +49,9 @@ def test_the_global_batch_is_kept(ranks, saved_by, micro, config, split):
     saved = SimpleNamespace(world_size=saved_by, batch=batch)
     if split is None:
         with pytest.raises(ConfigError, match="train_batch_size=12, which 5 ranks cannot share evenly"):
-            resume.keep_global_batch(EngineConfig(**config), saved, ranks)
+            run_folder.keep_global_batch(EngineConfig(**config), saved, ranks)
         return
-    sizes = resolve_batch(resume.keep_global_batch(EngineConfig(**config), saved, ranks), ranks)
+    sizes = resolve_batch(run_folder.keep_global_batch(EngineConfig(**config), saved, ranks), ranks)
     assert f"{sizes.global_batch} = {sizes.micro_batch} x {sizes.accumulation} x {ranks}" == split
 
 
@@ -70,10 +69,10 @@ def saved(folder, *steps, latest=None):
 
 
 def test_fewer_steps_than_were_taken(monkeypatch):
-    monkeypatch.setattr(resume, "read_manifest", lambda path: SimpleNamespace(counters={"global_steps": 7}))
-    manifest_of(Path("saved"), 7)
+    monkeypatch.setattr(run_folder, "read_manifest", lambda path: SimpleNamespace(counters={"global_steps": 7}))
+    run_folder.manifest_of(Path("saved"), 7)
     with pytest.raises(ConfigError, match=r"train\.steps=6: saved was saved after step 7; name at least as many"):
-        manifest_of(Path("saved"), 6)
+        run_folder.manifest_of(Path("saved"), 6)
 
 
 def test_a_kill_before_latest_was_written_for_the_first_time(tmp_path):
@@ -121,7 +120,7 @@ def test_a_run_goes_back_where_latest_cannot_be_read(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     (own / "latest").write_text(tag_of(2))
-    monkeypatch.setattr(run_folder, "point_latest", full)
+    monkeypatch.setattr(run_folder.checkpoint_dir, "point_latest", full)
     with pytest.raises(ConfigError, match=r"cannot write .*/step_00000004: No space left on device; make room there"):
         run_folder.load_start(run, tmp_path, engine, sampler, command)
 
@@ -131,8 +130,8 @@ def test_a_run_goes_back_where_latest_cannot_be_read(tmp_path, monkeypatch):
 
 def way_on(monkeypatch, run_dir, step, *overrides):
     """What is said after ``step`` of 10 steps."""
-    monkeypatch.setattr(resume, "find_start", lambda *_: run_dir / "checkpoints" / "step")
-    monkeypatch.setattr(resume, "read_manifest", lambda _: SimpleNamespace(counters={"global_steps": step}))
+    monkeypatch.setattr(run_folder, "find_start", lambda *_: run_dir / "checkpoints" / "step")
+    monkeypatch.setattr(run_folder, "read_manifest", lambda _: SimpleNamespace(counters={"global_steps": step}))
     return Command(("python", "train.py"), overrides, {}, False).way_on(run_dir, 10)
 
 
@@ -187,7 +186,7 @@ def test_the_python_that_runs_this(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(here / "python3"))
     for path, said in ((here, "python3"), (other, sys.executable), (tmp_path, sys.executable)):
         monkeypatch.setenv("PATH", str(path))
-        assert interpreter() == said
+        assert run_folder.interpreter() == said
 
 
 # ---- the folder of a run that was refused, where another run may have begun ------------------------------------------
