@@ -145,8 +145,7 @@ def build_zero(
     # ---- plan, from sizes alone: what can be refused is refused before a tensor has moved
     check_unclaimed(names)
     chosen = choose_parameters(names, arrival, optimizer)
-    # The user's optimizer is tried, for its class alone says too little: on the CPU where that will step, and where the
-    # device has no memory.
+    # The user's optimizer is tried, as its class says too little: on the CPU where that steps, or the device is meta.
     on_cpu = zero.offload_optimizer.device != "none" or comm.device.type == "meta"
     steps_on = torch.device("cpu") if on_cpu else comm.device
     moments = [moment_bytes(optimizer, steps_on, index) for index in range(len(optimizer.param_groups))]
