@@ -70,8 +70,8 @@ FETCH_SUB_MODULE = "runtime/zero/partitioned_param_coordinator.py:PartitionedPar
 NOW, MINE = {"param": "w.param.data"}, {"grad_S": "w.grad_S", "master_S": "w.master"}
 HOPS = (
     Hop(BUILD, FLAT + "take_values", "rank 0's values arrive", {"values": "returned"}),
-    Hop(BUILD, FLAT + "FlatParamGroup._flatten", "the parameter becomes a view of flat_P", NOW, "end"),
-    Hop(BUILD, STAGE3 + "PartitionedParamGroup._partition", "fragments are kept; a placeholder is left", NOW, "end"),
+    Hop(BUILD, FLAT + "ParamGroup._keep_fragments", "this rank's fragment is kept, the rest let go", NOW, "end"),
+    Hop(BUILD, FLAT + "ParamGroup._attach_params", "the parameter becomes a view of flat_P", NOW, "end"),
     Hop(BUILD, SHARD + "OptimizerShard.__init__", "what the optimizer has on this rank: its fragment", MINE, "end",
         "all"),
     Hop(FETCH, HOOKS + "ModuleHooks._pre_forward_hook.pre_forward", "its module is about to run",
@@ -109,11 +109,9 @@ HOPS = (
         {"divisor": "divisor"}, "call", "all"),
     Hop(STEP, SHARD + "OptimizerShard._unscale_and_step", "the optimizer has stepped on the fragment", MINE,
         "return", "all"),
-    Hop(PUBLISH, FLAT + "ZeroStage1And2._all_gather", "the master was cast; the bucket leaves",
-        {"cast": "w.shard"}, "call"),
+    Hop(PUBLISH, FLAT + "ZeroStage1And2.publish_bucket", "the master is cast; the bucket leaves, but in stage 0",
+        {"cast": "w.shard"}),
     Hop(PUBLISH, FLAT + "ZeroStage1And2.wait_all_gathers", "the buckets have arrived", NOW, "return", "all"),
-    Hop(PUBLISH, "runtime/zero/stage_0.py:ZeroStage0.publish", "all masters are cast; nothing is sent", NOW,
-        "return", "all"),
     Hop(PUBLISH, STAGE3 + "PartitionedParamGroup.cast_masters", "the master is cast into the shard; nothing is sent",
         {"shard_S": "w.shard"}),
 )  # fmt: skip
@@ -143,29 +141,26 @@ class Watch:
         self.param, self.seen = param, list[list[Any]]()
         self.group: Any = None
         self.bucket: Any = None  # of the layout; None until there is one
-        self.part: Any = None  # master and gradient of this rank's fragment; None where other ranks own all of it
+        self.master = self.grad_S = None  # of this rank's fragment; None where other ranks own all of it
         self._open: dict[FrameType, list[Any]] = {}
         self._hops = {code_of(hop.where): number for number, hop in enumerate(HOPS)}
 
     def learn(self, shard: Any) -> None:
         """Find the parameter in the ``OptimizerShard``, which is built last."""
-        parts = iter(shard.parts)
         for group in shard.groups:
             for slot in group.layout.slots:
                 if group.params[slot.index] is self.param:
                     self.group, self.slot, self.rank = group, slot, shard.rank
                     self.bucket = next(bucket for bucket in group.layout.buckets if slot in bucket.slots)
-            for fragment, part in zip(group.fragments, parts, strict=False):
+            for fragment, master in zip(group.fragments, group.masters, strict=True):
                 if self.group is group and fragment.slot == self.slot:
-                    self.fragment, self.part = fragment, part
+                    self.fragment, self.master, self.grad_S = fragment, master, shard.grads[master]
         partitioned = getattr(getattr(self.param, "_zero", None), "bucket", None)
         self.key = partitioned and partitioned.key  # the coordinator's number for the bucket
 
     # ---- what the expressions of HOPS read ---------------------------------------------------------------------------
 
-    master = property(lambda self: self.part and self.part.master)
-    grad_S = property(lambda self: self.part and self.part.grad)
-    shard = property(lambda self: self.part and self.group.param_fragment(self.fragment))
+    shard = property(lambda self: None if self.master is None else self.group.param_fragment(self.fragment))
 
     def part_of(self, bucket: torch.Tensor) -> torch.Tensor:
         """The parameter's elements of its bucket."""

@@ -16,8 +16,8 @@ from torch import nn
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm.collectives import Communicator
 from deepzero.layout import Fragment
-from deepzero.runtime.zero.optimizer_shard import ParamGroup
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 
 
 def plain_name(name: str) -> str:

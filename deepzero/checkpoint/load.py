@@ -29,7 +29,7 @@ from deepzero.checkpoint.manifest import BUFFER, MASTER, PARAMETER, RNG, Paramet
 from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, read_own, remaining
 from deepzero.comm import process_group
 from deepzero.layout import Bucket, ParamSlot
-from deepzero.runtime.zero.optimizer_shard import ParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 
 log = logging.getLogger(__name__)
 

@@ -113,12 +113,12 @@ def _averaged_gradients(engine: Engine) -> dict[int, list[torch.Tensor]]:
     if not gradients.reduced:
         return {}
     gradients.drain()
-    divisor, parts = engine.comm.world_size * engine.batch.accumulation, iter(shard.parts)
-    accumulation, device = engine.zero.dtypes.accumulation, engine.comm.device
-    like = shard.parts[0].grad if shard.parts else torch.empty(0, dtype=accumulation, device=device)
+    divisor, dtype = engine.comm.world_size * engine.batch.accumulation, engine.zero.dtypes.accumulation
+    none = next(iter(shard.grads.values()), torch.empty(0, dtype=dtype, device=engine.comm.device)).new_empty(0)
     for group in engine.zero.groups:
-        means |= dict.fromkeys(group.params, like.new_empty(0))
-        means |= {group.params[fragment.slot.index]: next(parts).grad / divisor for fragment in group.fragments}
+        means |= dict.fromkeys(group.params, none)
+        for fragment, master in zip(group.fragments, group.masters, strict=True):
+            means[group.params[fragment.slot.index]] = shard.grads[master] / divisor
     order = enumerate(cast("Any", engine).optimizer_order)
     return {number: [means[param] for param in params if param in means] for number, params in order}
 

@@ -78,11 +78,10 @@ class DelayedOptimizerShard(HostOptimizerShard):
             super()._step_on_host(divisor)
             return
         twin: CPUAdam = self.optimizer.twin()  # type: ignore[attr-defined]
-        # A sum's tensor will be turned to its other copy; the thread keeps its own view of this one.
-        grads = [[part.grad.detach() for part in upload.sub_group] for upload in self.uploads]
+        # The next sums go into the other copy; the thread keeps its own views of these.
+        grads = [[self.grads[master] for master in upload.masters] for upload in self.uploads]
         self.gradients.swap()
-        for part, grad in zip(self.parts, self._grad_fragments(), strict=True):
-            part.grad.set_(grad.view_as(part.grad))  # type: ignore[call-overload]
+        self.grads = self.cut_grads()
         self.update_pending, self._update = True, Future()
         # No daemon: a program that ends meanwhile waits for it.
         try:
@@ -101,7 +100,7 @@ class DelayedOptimizerShard(HostOptimizerShard):
                     outs = upload.output_fragments()
                     with upload.group.comm.ranges.span_aside("step", *upload.where(), "delayed"):
                         twin.step(grads=sums, out=outs, scale=divisor, only=upload.masters)
-                    moved += bytes_of_step(self.optimizer, upload.sub_group, outs)
+                    moved += bytes_of_step(self, upload.masters, outs)
         except BaseException as error:
             update.set_exception(error)
         else:

@@ -49,9 +49,10 @@ from deepzero.offload.optimizer_offload import (
 )
 from deepzero.offload.pinned_arena import Region, describe_bytes
 from deepzero.runtime.optimizer_state import allocate_state
-from deepzero.runtime.zero.optimizer_shard import HOST_MASTERS, HostAllocator, OptimizerShard, ParamGroup
+from deepzero.runtime.zero.optimizer_shard import OptimizerShard
 from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS
+from deepzero.runtime.zero.stage_1_and_2 import HOST_MASTERS, HostAllocator, ParamGroup
 
 STATES = 4
 """Of a bucket, as ``buffer_count`` counts: master, two moments, gradient."""
@@ -522,7 +523,7 @@ class FileOptimizerShard(HostOptimizerShard):
 
     def _pieces(self, upload: HostParamUpload) -> list[FilePiece]:
         """What of a bucket lies in files."""
-        state, parts, bucket, group = self.optimizer.state, upload.sub_group, upload.bucket, upload.group
+        state, masters, bucket, group = self.optimizer.state, upload.masters, upload.bucket, upload.group
         found = list[FilePiece]()
 
         def add(view: torch.Tensor, tensors: Sequence[torch.Tensor], comes: bool = True, leaves: bool = True) -> None:
@@ -535,10 +536,10 @@ class FileOptimizerShard(HostOptimizerShard):
                 )
             found.append(FilePiece(store, view, tensors, comes, leaves))
 
-        add(group.master_of(bucket).detach(), upload.masters)
+        add(group.master_of(bucket).detach(), masters)
         for name, flat in self.host.columns[upload.number].items():
-            add(bucket.shard_of(flat), [state[part.master][name] for part in parts])
-        add(self.gradients.sum_of(upload.number, bucket), [part.grad for part in parts], leaves=False)
+            add(bucket.shard_of(flat), [state[master][name] for master in masters])
+        add(self.gradients.sum_of(upload.number, bucket), [self.grads[master] for master in masters], leaves=False)
         if group.placement.keeps_on_host(bucket) and not group.placement.own_masters_at(bucket):
             add(group.param_shard(bucket), (), comes=False)
         return found

@@ -39,8 +39,8 @@ from deepzero.offload.file_store import FileStore
 from deepzero.offload.optimizer_offload import MOMENTS, STAGING, HostGradients, HostOptimizerShard, Offload
 from deepzero.offload.pinned_arena import HostArena, HostMemoryError, Region, arena_class
 from deepzero.runtime.optimizer_state import makes_state_in_advance
-from deepzero.runtime.zero.optimizer_shard import HOST_MASTERS, GroupLayout
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS
+from deepzero.runtime.zero.stage_1_and_2 import HOST_MASTERS, GroupLayout
 
 log = logging.getLogger(__name__)
 

@@ -344,7 +344,7 @@ class StateOffloader:
         found: list[torch.Tensor] = [param for param in params if not isinstance(param, ZeroParameter)]
         found += [param.grad for param in params if param.grad is not None]
         found += [master for group in zero.groups for master in group.masters]
-        return [*found, *self._optimizer_states(), *(part.grad for part in zero.optimizer_shard.parts)]
+        return [*found, *self._optimizer_states(), *zero.optimizer_shard.grads.values()]
 
     # ---- 3: on every rank or on none ---------------------------------------------------------------------------------
 

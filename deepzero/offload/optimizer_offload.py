@@ -49,15 +49,9 @@ from deepzero.offload.copy_streams import (
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.pinned_arena import HostArena, Region, describe_bytes
 from deepzero.runtime.optimizer_state import allocate_state
-from deepzero.runtime.zero.optimizer_shard import (
-    GradOutput,
-    HostAllocator,
-    MasterFragment,
-    OptimizerShard,
-    ParamGroup,
-    SubGroup,
-)
+from deepzero.runtime.zero.optimizer_shard import GradOutput, OptimizerShard
 from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
+from deepzero.runtime.zero.stage_1_and_2 import HostAllocator, ParamGroup
 
 GRADIENTS, STAGING, MOMENTS = "host_gradients", "host_buffers", "host_moments"
 
@@ -348,17 +342,14 @@ class StagingBuffer:
 class HostParamUpload:
     """One bucket's new parameters, from the CPU's step to where the model reads them.
 
-    ``inside`` is what the optimizer has of the bucket, ``staging`` where the CPU writes what travels.
+    ``staging`` is where the CPU writes what travels.
     """
 
-    def __init__(
-        self, shard: HostOptimizerShard, number: int, bucket: Bucket, inside: SubGroup, staging: StagingBuffer
-    ) -> None:
+    def __init__(self, shard: HostOptimizerShard, number: int, bucket: Bucket, staging: StagingBuffer) -> None:
         self._shard, self.number, self.bucket, self._staging = shard, number, bucket, staging
         self.group = shard.groups[number]
-        self.sub_group, self.masters = inside, [part.master for part in inside]
-        first, last = bucket.shard_offset, bucket.shard_offset + bucket.shard_numel
-        self.fragments = [fragment for fragment in self.group.fragments if first <= fragment.shard_start < last]
+        inside = self.group.inside(bucket)
+        self.fragments, self.masters = self.group.fragments[inside], self.group.masters[inside]
         self._on_host = self.group.placement.keeps_on_host(bucket)
         self.kept: torch.Tensor | None = None
         """Where the step writes parameters that live on the host, if not where they live."""
@@ -435,11 +426,10 @@ def cpu_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def bytes_of_step(optimizer: torch.optim.Optimizer, group: SubGroup, outs: Sequence[torch.Tensor | None]) -> int:
+def bytes_of_step(shard: OptimizerShard, masters: Sequence[torch.Tensor], outs: Sequence[torch.Tensor | None]) -> int:
     """Bytes that a one-pass step reads and writes: masters and moments twice, gradients and new parameters once."""
-    masters = [part.master for part in group]
-    states = [t for m in masters for t in optimizer.state.get(m, {}).values() if torch.is_tensor(t) and t.dim()]
-    once = [*(part.grad for part in group), *(out for out in outs if out is not None)]
+    states = [t for m in masters for t in shard.optimizer.state.get(m, {}).values() if torch.is_tensor(t) and t.dim()]
+    once = [*(shard.grads[m] for m in masters), *(out for out in outs if out is not None)]
     return 2 * sum(t.nbytes for t in (*masters, *states)) + sum(t.nbytes for t in once)
 
 
@@ -468,14 +458,7 @@ class HostOptimizerShard(OptimizerShard):
             for bucket in (b for b in group.layout.buckets if group.placement.steps_on_host(b)):
                 travels = bool(staging) and not group.placement.keeps_on_host(bucket)
                 buffer = next(turns) if travels else StagingBuffer()
-                self.uploads.append(HostParamUpload(self, number, bucket, self.parts_of(number, bucket), buffer))
-
-    def _device_numel(self, group: ParamGroup) -> int:
-        return group.layout.shard_numel - group.placement.optimizer_numel
-
-    def _device_parts(self) -> list[MasterFragment]:
-        there = [f.shard_start < group.placement.optimizer_numel for group in self.groups for f in group.fragments]
-        return [part for part, on_host in zip(self.parts, there, strict=True) if not on_host]
+                self.uploads.append(HostParamUpload(self, number, bucket, buffer))
 
     # ---- 3, 4: reduced gradients arrive ------------------------------------------------------------------------------
 
@@ -522,7 +505,7 @@ class HostOptimizerShard(OptimizerShard):
                 outs = upload.output_fragments()
                 began = time.perf_counter()
                 with upload.group.comm.ranges.span("step", *upload.where()):
-                    self._optimizer_step(upload.sub_group, divisor, outs)
+                    self._optimizer_step(upload.masters, divisor, outs)
                 took = time.perf_counter() - began
-                self.host.meter.legs[ADAM].add(bytes_of_step(self.optimizer, upload.sub_group, outs), took, took)
+                self.host.meter.legs[ADAM].add(bytes_of_step(self, upload.masters, outs), took, took)
                 upload.send()

@@ -33,13 +33,12 @@ from deepzero.runtime.optimizer_state import allocate_state, moment_bytes
 from deepzero.runtime.per_tensor import StateBytes, is_per_tensor, plan_group
 from deepzero.runtime.zero.gradient_reduction import GradientReducer, UnreducedGradients, reduce_order
 from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
-from deepzero.runtime.zero.optimizer_shard import GroupLayout, OptimizerShard, ParamGroup
+from deepzero.runtime.zero.optimizer_shard import OptimizerShard
 from deepzero.runtime.zero.overlap_param_gather import OverlappedZeroStage1And2
 from deepzero.runtime.zero.partition_plan import is_real, plan_partitioning
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage3 import ZeroStage3, partition_model, place_buffers, place_whole
-from deepzero.runtime.zero.stage_0 import ZeroStage0
-from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2
+from deepzero.runtime.zero.stage_1_and_2 import GroupLayout, ParamGroup, ZeroStage1And2
 from deepzero.runtime.zero.zeropp import QuantizationMonitor, build_quantization_monitor, build_quantizer
 
 log = logging.getLogger(__name__)
@@ -290,7 +289,7 @@ def place_model(
     # Group by group: within one, the model's memory is freed before its masters and its flat buffer are taken.
     allocate, whole = offload.allocate if offload is not None else None, config.zero.stage == 0
     return [
-        FlatParamGroup(
+        ParamGroup(
             [names[p] for p in group.params], group, dtype, comm, None if whole else placement, allocate, whole
         )
         for group, placement in zip(planned, placements, strict=True)
@@ -370,10 +369,9 @@ def _build_stage(
 ) -> ZeroStage1And2 | ZeroStage3:  # fmt: skip
     if coordinator is not None:
         return ZeroStage3(model, gradients, groups, coordinator)
-    flat = [group for group in groups if isinstance(group, FlatParamGroup)]
     if zero.overlap_param_gather and gradients.reducer.comm.world_size > 1:
-        return OverlappedZeroStage1And2(model, flat, gradients)
-    return (ZeroStage0 if zero.stage == 0 else ZeroStage1And2)(flat, gradients, gradients.reducer.comm)
+        return OverlappedZeroStage1And2(model, groups, gradients)
+    return ZeroStage1And2(groups, gradients, gradients.reducer.comm)
 
 
 def _build_reducer(

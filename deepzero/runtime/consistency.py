@@ -33,8 +33,8 @@ from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.strict import ConfigError
 from deepzero.device import accelerator_of
 from deepzero.runtime.grad_norm import WORDS, norm_from_words
-from deepzero.runtime.zero.optimizer_shard import ParamGroup
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
+from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 from deepzero.utils.formatting import flatten
 
 log = logging.getLogger(__name__)

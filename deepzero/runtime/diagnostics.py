@@ -16,10 +16,10 @@ from deepzero.comm.chaos import storage_ptr_of
 from deepzero.comm.ledger import UNPREDICTED, Ledger, Traffic
 from deepzero.device import accelerator_of
 from deepzero.runtime.grad_norm import layer_of
-from deepzero.runtime.zero.optimizer_shard import MasterFragment, ParamGroup
+from deepzero.runtime.zero.optimizer_shard import OptimizerShard
 from deepzero.runtime.zero.partition_parameters import GatheredParameters
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
-from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 
 if TYPE_CHECKING:
     from deepzero.runtime.build import ZeroComponents
@@ -76,10 +76,10 @@ def tensor_words(ledger: Ledger, zero: ZeroComponents, tensor: torch.Tensor) -> 
             if grads is not None:
                 start = store.layout.shard_numel - grads.numel()
                 parts.append(bucket.of(grads) if store.whole else bucket.shard_of(grads, start))
-            if isinstance(store, FlatParamGroup):
-                parts.append(bucket.of(store.flat_P))
-            elif isinstance(store, PartitionedParamGroup):
+            if isinstance(store, PartitionedParamGroup):
                 parts.append(store.buckets[bucket.index]._gathered)
+            else:
+                parts.append(bucket.of(store.flat_P))
             parts += [m for m, f in zip(store.masters, store.fragments, strict=False) if f.slot in bucket.slots]
             if any(same(part) for part in parts):
                 names = [store.names[slot.index] for slot in bucket.slots]
@@ -135,14 +135,15 @@ def _whole(value: float) -> float:
     return int(value) if float(value).is_integer() else value
 
 
-def find_bad_gradient(model: nn.Module, groups: Sequence[ParamGroup], parts: Sequence[MasterFragment]) -> str:
-    """The first parameter, in the model's order, with an inf or NaN in its reduced gradient on any rank. A collective.
-
-    ``parts`` are in the order of the groups' fragments, as ``OptimizerShard.parts`` has them.
-    """
+def find_bad_gradient(model: nn.Module, shard: OptimizerShard) -> str:
+    """The model's first parameter with an inf or NaN in its reduced gradient, on any rank. A collective."""
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
-    owners = [group.names[fragment.slot.index] for group in groups for fragment in group.fragments]
-    bad = [name for name, part in zip(owners, parts, strict=True) if not bool(torch.isfinite(part.grad).all())]
+    bad = [
+        group.names[fragment.slot.index]
+        for group in shard.groups
+        for fragment, master in zip(group.fragments, group.masters, strict=True)
+        if not bool(torch.isfinite(shard.grads[master]).all())
+    ]
     everyone = [name for names in process_group.all_gather_object(bad) for name in names]
     return min(everyone, key=places.__getitem__) if everyone else "no parameter alone; the sum of squares"
 

@@ -137,8 +137,8 @@ class Engine(nn.Module):
             trained, self.zero.stage, self.scaler, self.comm, self._is_reduction_boundary, self.check
         )  # fmt: skip
         self.fragments = TensorFragments(
-            model, self.zero.groups, self.zero.optimizer_shard, self.zero.stage.gradients,
-            self._mean_divisor, self._is_reduction_boundary, self.finish_delayed_update,
+            model, self.zero.stage.gradients, self._mean_divisor, self._is_reduction_boundary,
+            self.finish_delayed_update,
         )  # fmt: skip
 
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
@@ -372,7 +372,7 @@ class Engine(nn.Module):
         if agreement.finite or self.config.precision.skips_overflow:
             return
         self._drop_step()
-        where = find_bad_gradient(self.module, self.zero.groups, self.zero.optimizer_shard.parts)
+        where = find_bad_gradient(self.module, self.zero.optimizer_shard)
         raise NonFiniteError(
             f"step {self.global_steps + 1}: the gradient of {where} is not finite (loss {agreement.loss}). "
             "Parameters and optimizer state are those of the step before. Lower the learning rate, clip gradients, or "

@@ -56,7 +56,6 @@ from deepzero.offload.optimizer_offload import GRADIENTS, MOMENTS, STAGING
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
 from deepzero.runtime.zero.fetch_plan import FetchPlan
-from deepzero.runtime.zero.optimizer_shard import HOST_MASTERS, ParamGroup
 from deepzero.runtime.zero.parameter_all_gather import (
     BACKWARD,
     FORWARD,
@@ -67,7 +66,7 @@ from deepzero.runtime.zero.parameter_all_gather import (
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS, PartitionedParamGroup
-from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER
+from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER, HOST_MASTERS, ParamGroup
 
 if TYPE_CHECKING:
     from deepzero.runtime.build import ZeroComponents
@@ -482,7 +481,7 @@ def _states(built: ZeroComponents, world: int, sizes: StateSizes) -> tuple[dict[
         states = built.moments[group.optimizer_group]
         for bucket in group.layout.buckets:
             side = MOMENTS if group.placement.steps_on_host(bucket) else "moments"
-            kept[side] += sum(states.of(group.shapes[slot.index]) for slot in bucket.slots)
+            kept[side] += sum(states.of(group.params[slot.index].shape) for slot in bucket.slots)
             rooms += states.per_element * _rest(bucket) * (side == MOMENTS)
     share = 1 if sizes.stage == 0 else world
     memory |= {side: kept[side] // share for side in ("moments", MOMENTS) if side in memory}

@@ -122,7 +122,7 @@ def test_a_model_that_building_broke_off_with_is_refused(rank, world):
     for stage in (0, 2, 3):
         zero = {"stage3_param_persistence_threshold": 30} if stage == 3 else {}  # the frozen weight stays whole
         for place in (
-            "zero.optimizer_shard.ParamGroup.allocate_masters",
+            "zero.stage_1_and_2.ParamGroup.allocate_masters",
             "build.OptimizerShard",
             "zero.stage3.take_values",
         ):

@@ -12,7 +12,7 @@ import deepzero
 from deepzero.comm.ledger import SPARE
 from deepzero.offload import offload_states
 from deepzero.offload.offload_states import HOST_STATES, STATES, STATES_TO_DEVICE, STATES_TO_HOST, StatesOffloadedError
-from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
+from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import built, config, make_batch, make_model, my_micro_batches, one_step
 
@@ -311,7 +311,7 @@ def test_the_ledger_shows_it(rank, world, stage):
     assert [traffic.bytes for traffic in moved] == [host, host]
     assert engine.report()["memory"][HOST_STATES]["largest"] >= host
     for group in engine.zero.groups:
-        if isinstance(group, FlatParamGroup):
+        if not isinstance(group, PartitionedParamGroup):
             assert group._data_ptrs == [param.data_ptr() for param in group.params]
 
 

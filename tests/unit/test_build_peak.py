@@ -18,8 +18,8 @@ from deepzero.offload.pinned_arena import HostArena
 from deepzero.planning.dry_run import without_values
 from deepzero.planning.op_cost import WorkMeter
 from deepzero.runtime.optimizers import build_optimizer
-from deepzero.runtime.zero import stage3
-from deepzero.runtime.zero.optimizer_shard import ParamGroup
+from deepzero.runtime.zero import stage_1_and_2
+from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 from tests.distributed.one_of_many import one_of_many
 from tests.distributed.training import config
 
@@ -75,7 +75,7 @@ def peak_of(settings, world, given_on_device, frozen, monkeypatch):
         if on_host:
             patched.setattr(optimizer_offload, "allocate_state", meter.on_host(optimizer_offload.allocate_state))
         if not given_on_device:
-            patched.setattr(stage3, "lies_on", lambda params, device: False)
+            patched.setattr(stage_1_and_2, "lies_on", lambda params, device: False)
         with torch.device("meta"), meter if given_on_device else contextlib.nullcontext():
             model = Stack(frozen)
         given = 4 * sum(param.numel() for param in model.parameters()) if given_on_device else 0

@@ -32,7 +32,8 @@ from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.layout import Bucket
 from deepzero.runtime.grad_norm import BlockNorms
 from deepzero.runtime.zero.buffer_pool import references
-from deepzero.runtime.zero.optimizer_shard import OptimizerShard, ParamGroup
+from deepzero.runtime.zero.optimizer_shard import OptimizerShard
+from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 from deepzero.utils.dispatch import outliving_pass
 
 log = logging.getLogger(__name__)
@@ -77,9 +78,9 @@ class UnreducedGradients:
             for g, group in enumerate(groups)
             for param, slot in zip(group.params, group.layout.slots, strict=True)
         }
-        # What waits: autograd's own tensors, or which parameters' places in the flat buffers are filled.
-        self._grads: dict[nn.Parameter, torch.Tensor] = {}
-        self._filled: set[nn.Parameter] = set()
+        # What waits: autograd's own tensors, or views of the flat buffers; and second gradients of a pass, which wait
+        # apart, also where the first is still here: the sum's bits do not depend on the buckets.
+        self._waiting: dict[nn.Parameter, torch.Tensor] = {}
         self._later: dict[nn.Parameter, torch.Tensor] = {}
         # The count of references of a tensor that is held once: such a gradient is added to in place.
         self._alone = references(torch.empty(0))
@@ -93,7 +94,8 @@ class UnreducedGradients:
 
     def held(self) -> list[torch.Tensor]:
         """Tensors counted as gradients: those that wait now, and the flat buffers."""
-        return [*self._grads.values(), *self._later.values(), *(flat for flat in self.flat if flat is not None)]
+        own = (grad for param, grad in self._waiting.items() if self.flat[self._slot_of[param][0]] is None)
+        return [*own, *self._later.values(), *(flat for flat in self.flat if flat is not None)]
 
     @outliving_pass()
     def take(self, param: nn.Parameter, again: bool = False) -> None:
@@ -106,17 +108,14 @@ class UnreducedGradients:
         grad = param.grad.detach()  # with create_graph=True it would keep its graph alive
         free_grad_in_param_list([param])
         g, slot = self._slot_of[param]
-        flat = self.flat[g]
-        # A second one waits apart, also where the first is still here: the sum's bits do not depend on the buckets.
+        flat, waiting = self.flat[g], self._later if again else self._waiting
+        before = waiting.get(param)
         if flat is None or again:
-            waiting = self._later if again else self._grads
-            before = waiting.get(param)
             waiting[param] = grad if before is None else self._sum(before, grad)
-        elif param in self._filled:
-            flat[slot.offset : slot.end].add_(_dense(grad))
-        else:  # what the step before left there is overwritten: the buffer is never zeroed
-            flat[slot.offset : slot.end].copy_(_dense(grad))
-            self._filled.add(param)
+        elif before is None:  # what the step before left there is overwritten: the buffer is never zeroed
+            waiting[param] = flat[slot.offset : slot.end].copy_(_dense(grad))
+        else:
+            before.add_(_dense(grad))
 
     def _sum(self, before: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """The sum in autograd's order and dtype: with a sparse part it is as dense as the other one."""
@@ -127,19 +126,15 @@ class UnreducedGradients:
 
     def waiting_of(self, param: nn.Parameter) -> torch.Tensor | None:
         """1-D: what waits to be sent next of one parameter, or None."""
-        g, slot = self._slot_of[param]
-        flat = self.flat[g]
-        if flat is not None and param in self._filled:
-            return flat[slot.offset : slot.end]
-        grad = self._grads.get(param, self._later.get(param))
+        grad = self._waiting.get(param, self._later.get(param))
         return _dense(grad) if grad is not None else None
 
     def waiting(self, g: int, bucket: Bucket) -> bool:
         """Whether any gradient of a bucket waits to be sent."""
-        if not (self._grads or self._filled or self._later):  # as at the end of nearly every pass
+        if not (self._waiting or self._later):  # as at the end of nearly every pass
             return False
         params = [self.groups[g].params[slot.index] for slot in bucket.slots]
-        return any(param in waiting for param in params for waiting in (self._grads, self._filled, self._later))
+        return any(param in waiting for param in params for waiting in (self._waiting, self._later))
 
     @outliving_pass()
     def fill(self, g: int, bucket: Bucket, send_buffer: torch.Tensor, name_unused: bool = True) -> None:
@@ -159,7 +154,7 @@ class UnreducedGradients:
             if waiting is not None:
                 targets.append(target)
                 gradients.append(waiting)
-                self._forget(param)
+                del (self._waiting if param in self._waiting else self._later)[param]
             else:  # an unused parameter; every rank sends every bucket, whatever its own pass has reached
                 target.zero_()
                 if name_unused:
@@ -167,15 +162,6 @@ class UnreducedGradients:
         # One call copies them all: it flattens, casts, and lets autograd's tensors be freed while the pass goes on.
         if targets:
             torch._foreach_copy_(targets, gradients)
-
-    def _forget(self, param: nn.Parameter) -> None:
-        """Let go of what :meth:`waiting_of` gave."""
-        if param in self._filled:
-            self._filled.discard(param)
-        elif param in self._grads:
-            del self._grads[param]
-        else:
-            del self._later[param]
 
     def forget_pass(self) -> None:
         """Forget which parameters a pass left out: it is over, and says nothing about the next one."""
@@ -192,8 +178,7 @@ class UnreducedGradients:
 
     def discard(self) -> None:
         """Drop everything that waits."""
-        self._grads.clear()
-        self._filled.clear()
+        self._waiting.clear()
         self._later.clear()
         self.forget_pass()
         for group in self.groups:

@@ -20,184 +20,19 @@ which lies in host memory.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from deepzero.comm.collectives import Communicator
 from deepzero.comm.exact_sum import Measure
 from deepzero.comm.reduce_scatter import AroundSum
-from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan
-
-HOST_MASTERS = "host_masters"
-
-HostAllocator = Callable[[str, int, torch.dtype], torch.Tensor]
-"""(category, elements, dtype): 1-D host memory."""
-
-
-# ---- 0 build: the masters of one group -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GroupLayout:
-    """A group of parameters with its layout, before it has tensors."""
-
-    params: Sequence[nn.Parameter]
-    layout: FlatLayout
-    optimizer_group: int | None  # None: not trained
-    partitioned: bool  # stage 3: every rank keeps a part
-    per_tensor: bool = False  # laid out so that no parameter is cut: the optimizer gets each in its shape
-
-
-class ParamGroup:
-    """A group of parameters over one layout, and this rank's fp32 masters of them: ``master_S``.
-
-    Two kinds: whole on every rank (``FlatParamGroup``: stages 0-2, stage 3's persistent parameters), or partitioned
-    (``PartitionedParamGroup``). Layout, fragments and masters are the same in both.
-
-    Args:
-        names: the parameters' names, in the order of the layout.
-        planned: the parameters, and where each lies.
-        dtype: compute dtype.
-        comm: the ranks, and the device.
-        placement: which elements have a master beside the parameter, and on which side it lies.
-        allocate_host: gives host memory; None where nothing is offloaded.
-        whole: stage 0: this rank has masters and gradients of everything, not of its shard.
-    """
-
-    partitioned = False  # stage 3: the parameters are gathered bucket by bucket; else they are whole on every rank
-    params: Sequence[nn.Parameter]  # in the order of the layout
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        planned: GroupLayout,
-        dtype: torch.dtype,
-        comm: Communicator,
-        placement: OffloadPlan,
-        allocate_host: HostAllocator | None,
-        whole: bool = False,
-    ) -> None:
-        self.names, self.layout, self.dtype, self.whole = list(names), planned.layout, dtype, whole
-        self.shapes, self.per_tensor = [param.shape for param in planned.params], planned.per_tensor
-        self.comm, self.device = comm, comm.device
-        self.optimizer_group: Any = planned.optimizer_group  # its index; None: not trained
-        # Called before parameters are written from outside; may refuse.
-        self.before_write: Callable[[], None] | None = None
-        self.placement = placement
-        self.fragments = self.layout.whole_fragments() if whole else self.layout.fragments(comm.rank)
-        # Index of a parameter -> number of its fragment here; a small parameter may lie wholly on other ranks.
-        self._numbers = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
-        self.masters_on_host: torch.Tensor | None = None
-        if placement.host_masters:
-            if allocate_host is None:
-                raise RuntimeError("masters in host memory need an arena")
-            self.masters_on_host = allocate_host(HOST_MASTERS, len(placement.host_masters), torch.float32)
-        # Not yet: while the model is being moved, its memory is still taken. See [Note: the peak of building] in
-        # ``stage_1_and_2.py``.
-        self.masters_on_device: torch.Tensor | None = None
-        # **The optimizer's tensors**: fp32 leaves, one for each fragment. See [Note: why fragments] there.
-        self.masters: list[torch.Tensor] = []
-
-    # ---- the masters -------------------------------------------------------------------------------------------------
-
-    def allocate_masters(self) -> None:
-        """Take the memory of the masters on the device, when that of the model is free."""
-        if self.placement.device_masters:
-            # Zeros: padding is stepped on by nobody, and cast and sent with the rest.
-            numel = len(self.placement.device_masters)
-            self.masters_on_device = torch.zeros(numel, dtype=torch.float32, device=self.device)
-
-    def separate_masters(self, start: int, numel: int) -> torch.Tensor | None:
-        """Masters of the shard's elements ``[start, start + numel)``; None where the parameters are their own."""
-        sides = (
-            (self.placement.host_masters, self.masters_on_host), (self.placement.device_masters, self.masters_on_device)
-        )  # fmt: skip
-        for span, storage in sides:
-            # A bucket lies on one side, and whatever is asked for lies within a bucket.
-            if storage is not None and start in span:
-                return storage[start - span.start :][:numel]
-        return None
-
-    def cut_masters(self) -> None:
-        """Make :attr:`masters`: views of ``master_S``; where the parameters are their own masters, views of these."""
-        for fragment in self.fragments if self.optimizer_group is not None else ():
-            separate = self.separate_masters(fragment.shard_start, fragment.numel)
-            master = self.param_fragment(fragment) if separate is None else separate
-            shown = master.detach().view(self.shapes[fragment.slot.index]) if self.per_tensor else master.detach()
-            self.masters.append(shown.requires_grad_())
-
-    def separate_master(self, index: int) -> tuple[Fragment, torch.Tensor] | None:
-        """This rank's fragment of a parameter, and its master, 1-D; None: it has none, or the parameter is its own."""
-        number = self._numbers.get(index)
-        if number is None or self.separate_masters(self.fragments[number].shard_start, 0) is None:
-            return None
-        return self.fragments[number], self.masters[number].detach().view(-1)
-
-    def master_of(self, bucket: Bucket) -> torch.Tensor:
-        """The masters of what :meth:`param_shard` names, padding included; in fp32 it is that tensor itself."""
-        mine = (bucket.offset, bucket.numel) if self.whole else (bucket.shard_offset, bucket.shard_numel)
-        found = self.separate_masters(*mine)
-        return self.param_shard(bucket) if found is None else found
-
-    # ---- the parameters, which the two kinds keep in different places ------------------------------------------------
-
-    @property
-    def parameter_storage(self) -> list[torch.Tensor]:
-        """What this rank keeps of the parameters on its device: all of them, or its shard."""
-        raise NotImplementedError
-
-    def param_shard(self, bucket: Bucket) -> torch.Tensor:
-        """This rank's part of ``bucket`` in the compute dtype, padding included; all of it where :attr:`whole`."""
-        raise NotImplementedError
-
-    def param_fragment(self, fragment: Fragment) -> torch.Tensor:
-        """This rank's elements of one parameter: 1-D, compute dtype."""
-        raise NotImplementedError
-
-    def write(self, index: int, values: torch.Tensor) -> None:
-        """Write values (1-D, whole, fp32, the same on every rank) into one parameter and, with all bits, its master."""
-        raise NotImplementedError
-
-    def sync_masters_from_params(self) -> None:
-        """Take what was written into parameters since the last step into the masters, or refuse it."""
-        raise NotImplementedError
-
-    def release(self) -> None:
-        """Let the parameters belong to no engine."""
-        raise NotImplementedError
-
-    # What follows is for parameters that stay whole; partitioned ones show values only while a module runs.
-
-    def refresh_data_ptrs(self) -> None:
-        """Note where the parameters lie after ``offload_states`` has moved them."""
-
-    def written(self) -> list[str]:
-        """Names of parameters that were written since the last step; a write to a gathered one is refused at once."""
-        return []
-
-    def bump_param_versions(self) -> None:
-        """Tell autograd that parameters were written between two steps; a partitioned bucket counts generations."""
-
+from deepzero.layout import Bucket
+from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 
 # ---- 5 step ----------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class MasterFragment:
-    """One tensor of the optimizer's, and where its gradient lies."""
-
-    master: torch.Tensor  # fp32 leaf; 1-D, or in a per-tensor group the parameter's shape
-    grad: torch.Tensor  # reduced: a sum, of the master's shape, in the accumulation dtype
-
-
-SubGroup = Sequence[MasterFragment]
-"""Fragments that are stepped on together."""
 
 GradOutput = tuple[torch.Tensor, Measure | None, AroundSum]
 """Where a bucket's sum is written; who sees the finished sum, chunk by chunk; and the context of the writing: what is
@@ -252,14 +87,22 @@ class OptimizerShard:
         self.optimizer, self.groups, self.rank = optimizer, list(groups), rank
         self.grad_dtype, self.whole_sums = grad_dtype, whole_sums
         # Kept for the whole run: fresh memory costs several times the sum that is written into it.
-        extent = lambda group: group.layout.padded_numel if whole_sums else self._device_numel(group)
-        self.grad_S = [torch.zeros(extent(group), dtype=grad_dtype, device=group.device) for group in groups]
-        masters = (master for group in self.groups for master in group.masters)
-        pairs = zip(masters, self._grad_fragments(), strict=True)
-        self.parts = [MasterFragment(master, grad.view_as(master)) for master, grad in pairs]
-        # Masters and gradients stay where they are from step to step, so the fragments are cut once.
-        self._master_ids = {id(part.master) for part in self.parts}
-        self.sub_groups = cut_into_sub_groups(self._device_parts(), sub_group_size)
+        on_device = lambda group: group.layout.shard_numel - group.placement.optimizer_numel
+        extents = [group.layout.padded_numel if whole_sums else on_device(group) for group in groups]
+        self.grad_S = [
+            torch.zeros(extent, dtype=grad_dtype, device=group.device)
+            for group, extent in zip(groups, extents, strict=True)
+        ]
+        # By the master, as torch keeps an optimizer's state: its gradient, a sum, of its shape, in the accumulation
+        # dtype. Both stay where they are from step to step, so they are cut once.
+        self.grads = self.cut_grads()
+        self._master_ids = set(map(id, self.grads))
+        # What the device steps on: the first buckets may be the host's. Each list is stepped on together.
+        stepped = (
+            master for group in self.groups for fragment, master in zip(group.fragments, group.masters, strict=True)
+            if fragment.shard_start >= group.placement.optimizer_numel
+        )  # fmt: skip
+        self.sub_groups = cut_into_sub_groups(stepped, sub_group_size)
         # Called with a sub-group's number when the device has stepped on it.
         self.on_stepped: Callable[[int], None] = lambda number: None
         self._one_pass = one_pass
@@ -268,14 +111,6 @@ class OptimizerShard:
         # The user has the same optimizer object in hand, and must not step with it.
         self._allowed = False
         optimizer.register_step_pre_hook(self._refuse_direct_step)
-
-    def _device_numel(self, group: ParamGroup) -> int:
-        """Elements of the group's shard whose reduced gradients are on the device."""
-        return group.layout.shard_numel
-
-    def _device_parts(self) -> list[MasterFragment]:
-        """The fragments that the device steps on."""
-        return self.parts
 
     # ---- 3, 4: reduced gradients arrive ------------------------------------------------------------------------------
 
@@ -294,17 +129,17 @@ class OptimizerShard:
         output, *_ = self.grad_output(group, bucket, False, None)
         return output.split(bucket.shard_numel)[self.rank] if self.whole_sums else output
 
-    def _grad_fragments(self) -> Iterator[torch.Tensor]:
-        """This rank's fragment of every parameter's sum, in the order of the groups' fragments."""
+    def cut_grads(self) -> dict[torch.Tensor, torch.Tensor]:
+        """:attr:`grads`, as the sums lie now."""
+        grads: dict[torch.Tensor, torch.Tensor] = {}
         for g, group in enumerate(self.groups):
-            starts = [bucket.shard_offset for bucket in group.layout.buckets]
-            for fragment in group.fragments:
-                if group.whole:  # a fragment is a whole parameter, which lies as in flat_P
-                    yield self.grad_S[g][fragment.shard_start :][: fragment.numel]
-                    continue
-                # No fragment crosses the end of its bucket's shard.
-                bucket = group.layout.buckets[bisect.bisect_right(starts, fragment.shard_start) - 1]
-                yield self.grad_shard(g, bucket)[fragment.shard_start - bucket.shard_offset :][: fragment.numel]
+            for bucket in group.layout.buckets:
+                sums = bucket.of(self.grad_S[g]) if group.whole else self.grad_shard(g, bucket)
+                first, _ = group.part_of(bucket)
+                inside = group.inside(bucket)
+                for fragment, master in zip(group.fragments[inside], group.masters[inside], strict=True):
+                    grads[master] = sums[fragment.shard_start - first :][: fragment.numel].view_as(master)
+        return grads
 
     def drain_grads(self) -> None:
         """Wait for gradients that are on their way elsewhere. None are, on the device."""
@@ -342,43 +177,34 @@ class OptimizerShard:
         """Let :meth:`step` go bucket by bucket, in ``order``, and call ``on_stepped`` with each of the device's."""
         # The number of a group, and a bucket of it; this rank may have no fragment there.
         here = [(g, bucket) for g, bucket in order if not self.groups[g].placement.steps_on_host(bucket)]
-        self.sub_groups = [self.parts_of(g, bucket) for g, bucket in here]
+        self.sub_groups = [self.groups[g].masters[self.groups[g].inside(bucket)] for g, bucket in here]
         self.on_stepped = lambda number: on_stepped(*here[number])
-
-    def parts_of(self, g: int, bucket: Bucket) -> list[MasterFragment]:
-        """This rank's part of a bucket of ``groups[g]``, as the optimizer's tensors."""
-        first = sum(len(group.fragments) for group in self.groups[:g])
-        starts = [fragment.shard_start for fragment in self.groups[g].fragments]
-        lo, hi = (
-            bisect.bisect_left(starts, at) for at in (bucket.shard_offset, bucket.shard_offset + bucket.shard_numel)
-        )
-        return self.parts[first + lo : first + hi]
 
     @torch.no_grad()
     def _optimizer_step(
-        self, sub_group: SubGroup, divisor: float, outs: list[torch.Tensor | None] | None = None
+        self, masters: Sequence[torch.Tensor], divisor: float, outs: list[torch.Tensor | None] | None = None
     ) -> None:
-        """Step on one sub-group, and cast the new value of each fragment into its tensor of ``outs``, if it has one."""
+        """Step on ``masters``, and cast the new value of each into its tensor of ``outs``, if it has one."""
         # CPUAdam casts in its one pass over memory; behind any other optimizer each fragment is copied.
         try:
             self._allowed = True
             if self._one_pass is not None:
-                grads, masters = [part.grad for part in sub_group], [part.master for part in sub_group]
+                grads = [self.grads[master] for master in masters]
                 self._one_pass(grads=grads, out=outs, scale=divisor, only=masters)
             else:
-                self._unscale_and_step(sub_group, divisor)
-                for part, out in zip(sub_group, outs or [], strict=outs is not None):
+                self._unscale_and_step(masters, divisor)
+                for master, out in zip(masters, outs or [], strict=outs is not None):
                     if out is not None:
-                        out.copy_(part.master.view(-1))
+                        out.copy_(master.view(-1))
         finally:
             self._allowed = False
 
-    def _unscale_and_step(self, parts: SubGroup, divisor: float) -> None:
+    def _unscale_and_step(self, masters: Sequence[torch.Tensor], divisor: float) -> None:
         """Step with one of torch's optimizers, which pass over parameters without ``.grad``: other sub-groups'."""
         # fp32 sums are the gradients themselves, divided in place below; narrower ones are widened, for this sub-group.
-        for part in parts:
-            part.master.grad = part.grad if part.grad.dtype == torch.float32 else part.grad.to(torch.float32)
-        grads = [part.master.grad for part in parts if part.master.grad is not None]
+        grads = [self.grads[master].to(torch.float32) for master in masters]
+        for master, grad in zip(masters, grads, strict=True):
+            master.grad = grad
         # Filled on the gradients' device (``torch.tensor`` would make the CPU wait), as fused kernels ask for it.
         scale = torch.full((), divisor, dtype=torch.float32, device=grads[0].device) if grads else None
         fused_division = self._divides and divisor != 1.0
@@ -394,8 +220,8 @@ class OptimizerShard:
             # A later step without division must not find the old scale.
             if fused_division:
                 del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
-        for part in parts:
-            part.master.grad = None  # grad_S is kept, and the next reduction writes into it
+        for master in masters:
+            master.grad = None  # grad_S is kept, and the next reduction writes into it
 
     def _refuse_direct_step(self, *_: object) -> None:
         if not self._allowed:
@@ -427,14 +253,14 @@ class OptimizerShard:
         """Go on after so many applied steps, by which a delay may begin late."""
 
 
-def cut_into_sub_groups(parts: Sequence[MasterFragment], limit: int | None) -> list[list[MasterFragment]]:
-    """Consecutive fragments, at most ``limit`` elements together unless one alone has more."""
-    groups: list[list[MasterFragment]] = [[]]
+def cut_into_sub_groups(masters: Iterable[torch.Tensor], limit: int | None) -> list[list[torch.Tensor]]:
+    """Consecutive masters, at most ``limit`` elements together unless one alone has more."""
+    groups: list[list[torch.Tensor]] = [[]]
     total = 0
-    for part in parts:
-        if groups[-1] and limit is not None and total + part.master.numel() > limit:
+    for master in masters:
+        if groups[-1] and limit is not None and total + master.numel() > limit:
             groups.append([])
             total = 0
-        groups[-1].append(part)
-        total += part.master.numel()
+        groups[-1].append(master)
+        total += master.numel()
     return groups

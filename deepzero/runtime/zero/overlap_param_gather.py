@@ -53,7 +53,7 @@ from deepzero.layout import Bucket
 from deepzero.runtime.zero.buffer_pool import references
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import METADATA
-from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2
+from deepzero.runtime.zero.stage_1_and_2 import ParamGroup, ZeroStage1And2
 from deepzero.utils.compile import is_compiled
 from deepzero.utils.exit_hooks import before_the_end
 
@@ -182,7 +182,7 @@ class OverlappedZeroStage1And2(ZeroStage1And2):
     optimizer's shard calls :meth:`publish_bucket`.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[FlatParamGroup], gradients: GradientReducer) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[ParamGroup], gradients: GradientReducer) -> None:
         super().__init__(groups, gradients, gradients.reducer.comm)
         self._modules = list(model.modules())
         opaque = any(map(is_opaque, self._modules))
@@ -202,7 +202,7 @@ class OverlappedZeroStage1And2(ZeroStage1And2):
         # Last: what refers to the flat buffers now is this engine's.
         self._holders, self._exposed = [holders(flat) for flat in self.bit16_groups_flat], set[int]()
 
-    def _hide(self, group: FlatParamGroup, bucket: Bucket) -> list[Hidden]:
+    def _hide(self, group: ParamGroup, bucket: Bucket) -> list[Hidden]:
         """What is needed to hide a bucket's parameters, and to show them again."""
         nan = torch.full((), torch.nan, device=group.device).to(group.dtype)
         params = [group.params[slot.index] for slot in bucket.slots]

@@ -64,7 +64,7 @@ from deepzero.runtime.zero.partitioned_bucket import INIT_KEY, PartitionedBucket
 from deepzero.utils.dispatch import hide_from_checkpointing
 
 if TYPE_CHECKING:
-    from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
+    from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 
 log = logging.getLogger(__name__)
 _warn_once = functools.cache(log.warning)
@@ -86,7 +86,7 @@ class ParamRecord:
         # A partitioned parameter's bucket and slot, or the group of a persistent one that is trained.
         self.bucket: PartitionedBucket | None = None
         self.slot: ParamSlot | None = None
-        self.group: FlatParamGroup | None = None
+        self.group: ParamGroup | None = None
         # One element of the compute dtype, stretched to ``shape``; made once, as a bucket is released often.
         self.placeholder: Tensor | None = None
         # What keeps it gathered between ``param.all_gather()`` and ``param.partition()``.
@@ -493,7 +493,7 @@ class Init:
 
     @torch.no_grad()
     def _partition_param(self, param: nn.Parameter, name: str) -> None:
-        """Cut one parameter for ``Init``; the engine's own cut is ``stage3.py:PartitionedParamGroup._partition``."""
+        """Cut one parameter for ``Init``; the engine's own cut is ``stage_1_and_2.py:ParamGroup``."""
         comm, zero_param = self.comm, as_zero_parameter(param, name)
         # Rank 0's values count: constructors may draw random numbers that are not seeded alike.
         values = param.data.to(comm.device, self.dtype or param.dtype).contiguous().reshape(-1)

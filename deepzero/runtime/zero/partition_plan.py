@@ -20,8 +20,8 @@ from deepzero.layout import FlatLayout, bucket_limit
 from deepzero.runtime.per_tensor import plan_group
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
-from deepzero.runtime.zero.optimizer_shard import GroupLayout
 from deepzero.runtime.zero.parameter_all_gather import PlainAllGather, build_all_gather
+from deepzero.runtime.zero.stage_1_and_2 import GroupLayout
 from deepzero.runtime.zero.zeropp import build_quantizer
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ and travel once per step.
     Function by function, in the order of a step. To follow a parameter read these; what else their files hold is
     building, bookkeeping, and uses that are refused.
 
-    0 build           ``PartitionedParamGroup._partition``: cut; this rank keeps a fragment in ``shard_S`` and master
+    0 build           ``stage_1_and_2.py:ParamGroup``, cut: this rank keeps a fragment in ``shard_S`` and master
     1 fetch           ``module_hooks.py:pre_forward``: its module is about to run, and needs its bucket
                       ``partitioned_param_coordinator.py:fetch_sub_module``: launch mine, launch the next, wait for mine
                       ``partitioned_bucket.py:launch``: into a buffer of the pool
@@ -44,9 +44,8 @@ from deepzero.config.zero import ZeroConfig
 from deepzero.layout import Bucket, Fragment, OffloadPlan
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
-from deepzero.runtime.zero.guards import register_owner, unregister_owner
+from deepzero.runtime.zero.guards import unregister_owner
 from deepzero.runtime.zero.module_hooks import ModuleHooks
-from deepzero.runtime.zero.optimizer_shard import GroupLayout, HostAllocator, ParamGroup
 from deepzero.runtime.zero.parameter_all_gather import SETUP, PlainAllGather, send_to_replicas
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
@@ -61,7 +60,14 @@ from deepzero.runtime.zero.partition_parameters import (
 from deepzero.runtime.zero.partition_plan import build_pool, fetch_limits, gather_builders, is_real
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2, take_values, update_master_from_param
+from deepzero.runtime.zero.stage_1_and_2 import (
+    GroupLayout,
+    HostAllocator,
+    ParamGroup,
+    ZeroStage1And2,
+    take_values,
+    update_master_from_param,
+)
 
 GatherBuilder = Callable[[Bucket, int, bool], PlainAllGather]
 """The all-gather of a bucket, given its key, and whether its shard lies in host memory."""
@@ -113,7 +119,7 @@ def partition_model(
             buckets.extend(cut.buckets)
             groups.append(cut)
         elif index is not None:
-            groups.append(FlatParamGroup(labels, group, dtype, comm, placement, allocate))
+            groups.append(ParamGroup(labels, group, dtype, comm, placement, allocate))
     # While the order of modules is recorded, room for two buckets: the one in use and the next.
     largest = max((bucket.layout.numel for bucket in buckets), default=0)
     limits, pools = fetch_limits(config, limit), [pool, *messages]
@@ -149,10 +155,9 @@ HOST_PARAMETERS = "host_parameters"
 class PartitionedParamGroup(ParamGroup):
     """One group of partitioned parameters: ``shard_S``, ``master_S``, and the buckets over them.
 
-    The counterpart of :class:`~deepzero.runtime.zero.stage_1_and_2.FlatParamGroup`, over the same layout: what is kept
-    whole there (``flat_P``) is here put together bucket by bucket, when it is needed. Masters, fragments and the order
-    of elements in a rank's shard are the same in both. Frozen parameters are partitioned too, in groups of their own
-    that no optimizer sees, without masters.
+    What stages 1 and 2 keep whole (``flat_P``) is here put together bucket by bucket, when it is needed. Masters,
+    fragments and the order of elements in a rank's shard are the same in both. Frozen parameters are partitioned too,
+    in groups of their own that no optimizer sees, without masters.
 
     ``names`` and ``planned.params`` are in the order of the layout; the parameters become partitioned, and those that
     ``zero.Init`` has cut are cut anew. ``pool`` has buffers of the compute dtype; ``first_key`` is the coordinator's
@@ -161,6 +166,7 @@ class PartitionedParamGroup(ParamGroup):
     """
 
     partitioned = True
+    params: list[ZeroParameter]
 
     def __init__(
         self,
@@ -173,79 +179,40 @@ class PartitionedParamGroup(ParamGroup):
         allocate: HostAllocator | None,
         build_gather: GatherBuilder,
     ) -> None:
-        # ---- where shard_S lies; master_S is the base class's
+        # Where shard_S lies; master_S is the base class's.
         self.shard_on_host: torch.Tensor | None = None
         if placement.parameter_numel and allocate is not None:
             self.shard_on_host = allocate(HOST_PARAMETERS, placement.parameter_numel, pool.dtype)
-        super().__init__(names, planned, pool.dtype, comm, placement, allocate)
-        # ---- the parameters are partitioned; from here on they are placeholders
-        self.params: list[ZeroParameter] = self._partition(planned.params)
-        self._index = {param: index for index, param in enumerate(self.params)}
-        self.cut_masters()
-        # ---- the buckets, over views of shard_S
+        self.pool, self._first_key, self._build_gather = pool, first_key, build_gather
         self.buckets: list[PartitionedBucket] = []
-        for bucket in planned.layout.buckets:
-            key, inside = first_key + bucket.index, [self.params[slot.index] for slot in bucket.slots]
-            gather = build_gather(bucket, key, placement.keeps_on_host(bucket))
-            self.buckets.append(PartitionedBucket(key, bucket, inside, self.param_shard(bucket), gather, pool, self))
+        super().__init__(names, planned, pool.dtype, comm, placement, allocate)
 
-    @torch.no_grad()
-    def _partition(self, params: Sequence[nn.Parameter]) -> list[ZeroParameter]:
-        """Cut the parameters one by one: this rank's fragments into shard and masters, the rest is freed.
+    def _take_values(self, index: int) -> torch.Tensor:
+        """1-D and whole: rank 0's values, or what ``zero.Init`` has partitioned. A placeholder is left."""
+        param = as_zero_parameter(self.params[index], self.names[index])
+        bucket = param._zero.bucket
+        if bucket is None:
+            values = take_values(param, self.comm)
+        else:
+            _all_gather_params([bucket], SETUP)
+            values = bucket.value(param).reshape(-1)
+            bucket.release()  # the view outlives it: while it is held, the pool does not use the buffer again
+            param._zero.bucket = param._zero.slot = None  # its shard is needed no more
+        param.hide(self.dtype, self.device)
+        return values
 
-        See [Note: the peak of building]. Where the model is on the device, the fragments wait until what it takes there
-        is free.
-        """
-        on_device = lies_on(params, self.device)
-        if not on_device:
-            self._allocate()
-        waiting: dict[int, torch.Tensor] = {}
-        zero_params = []
-        for index, param in enumerate(params):
-            register_owner(param, self.names[index])
-            zero_params.append(cut := as_zero_parameter(param, self.names[index]))
-            # Whole on this rank until the end of the loop's turn: the only parameter that is.
-            values = self._whole_values(cut)
-            number = self._numbers.get(index)
-            if number is not None:
-                fragment = self.fragments[number]
-                mine = values[fragment.start : fragment.start + fragment.numel]
-                if on_device:
-                    waiting[number] = mine.clone()  # a view would keep the whole parameter's memory
-                else:
-                    self._keep(fragment, mine)
-            del values
-            cut._zero.bucket = cut._zero.slot = None  # that of zero.Init, whose shard is needed no more
-            cut.hide(self.dtype, self.device)
-        if on_device:
-            self._allocate()
-        # One by one, so that a fragment is held twice only while it is copied.
-        for number in list(waiting):
-            self._keep(self.fragments[number], waiting.pop(number))
-        return zero_params
-
-    def _allocate(self) -> None:
+    def _allocate_params(self) -> None:
         # Zeros: padding travels with the parameters, and must not be a NaN that was there before.
         numel = self.layout.shard_numel - self.placement.parameter_numel
         self.shard_on_device = torch.zeros(numel, dtype=self.dtype, device=self.device)
-        self.allocate_masters()
 
-    def _whole_values(self, param: ZeroParameter) -> torch.Tensor:
-        """1-D and whole: rank 0's values, or what ``zero.Init`` has partitioned."""
-        bucket = param._zero.bucket
-        if bucket is None:
-            return take_values(param, self.comm)
-        _all_gather_params([bucket], SETUP)
-        values = bucket.value(param).reshape(-1)
-        bucket.release()  # the view outlives it: while it is held, the pool does not use the buffer again
-        return values
-
-    def _keep(self, fragment: Fragment, values: torch.Tensor) -> None:
-        # The master takes the values as they were before the cast; DeepSpeed's takes the cast ones.
-        self.param_fragment(fragment).copy_(values)
-        master = self.separate_masters(fragment.shard_start, fragment.numel)
-        if master is not None:  # in fp32 the shard is its own master
-            master.copy_(values)
+    def _attach_params(self, shapes: Sequence[torch.Size]) -> None:
+        """The parameters are placeholders; their buckets lie over views of ``shard_S``."""
+        for bucket in self.layout.buckets:
+            key, inside = self._first_key + bucket.index, [self.params[slot.index] for slot in bucket.slots]
+            gather = self._build_gather(bucket, key, self.placement.keeps_on_host(bucket))
+            shard = self.param_shard(bucket)
+            self.buckets.append(PartitionedBucket(key, bucket, inside, shard, gather, self.pool, self))
 
     # ---- the group's tensors -----------------------------------------------------------------------------------------
 
@@ -274,29 +241,33 @@ class PartitionedParamGroup(ParamGroup):
     @torch.no_grad()
     def accept_write(self, bucket: PartitionedBucket, param: ZeroParameter) -> None:
         """The shard has new values of ``param``: its master follows."""
-        separate = self.separate_master(self._index[param])
-        if separate is not None:
-            fragment, master = separate
-            update_master_from_param(master, self.param_fragment(fragment))
+        mine = self.fragment_of(param._zero.placed()[1].index)
+        if mine is not None:
+            fragment, master = mine
+            update_master_from_param(master.view(-1), self.param_fragment(fragment))
 
-    @torch.no_grad()
-    def write(self, index: int, values: torch.Tensor) -> None:
-        """New values for one parameter and for its master, which keeps all bits of them.
-
-        ``index`` is the position in :attr:`params`; ``values`` are 1-D, whole, fp32, the same on every rank.
-        """
-        # This writes the cast values, and lets the master follow them; then come the bits that the cast has lost.
+    def _write_param(self, index: int, values: torch.Tensor) -> None:
+        # The cast values, which the master follows; then come the bits that the cast has lost.
         self.params[index]._zero.placed()[0].write(self.params[index], values)
-        number = self._numbers.get(index)
-        if number is not None:
-            fragment = self.fragments[number]
-            self.masters[number].view(-1).copy_(values[fragment.start : fragment.start + fragment.numel])
 
     def sync_masters_from_params(self) -> None:
         """Before a step: a write to a gathered parameter is refused; permitted ones have been taken over already."""
         for bucket in self.buckets:
             if bucket.status is ZeroParamStatus.AVAILABLE:
                 bucket.writes.check()
+
+    # Partitioned parameters show values only while a module runs: a write is refused, or accepted, at once, and a
+    # bucket counts generations.
+
+    def written(self) -> list[str]:
+        """None."""
+        return []
+
+    def bump_param_versions(self) -> None:
+        """Nothing."""
+
+    def refresh_data_ptrs(self) -> None:
+        """Nothing."""
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
@@ -330,11 +301,6 @@ class PartitionedParamGroup(ParamGroup):
             bucket.gather.secondary_shard = None
 
 
-def lies_on(params: Sequence[nn.Parameter], device: torch.device) -> bool:
-    """Whether any of them takes memory of the device."""
-    return any(param.device == device for param in params)
-
-
 # ---- 1 to 6 ----------------------------------------------------------------------------------------------------------
 
 
@@ -355,7 +321,7 @@ class ZeroStage3:
         partitioned = [group for group in groups if isinstance(group, PartitionedParamGroup)]
         self.partitioned = [group for group in partitioned if group.optimizer_group is not None]
         self.frozen = [group for group in partitioned if group.optimizer_group is None]
-        persistent = [group for group in groups if isinstance(group, FlatParamGroup)]
+        persistent = [group for group in groups if not isinstance(group, PartitionedParamGroup)]
         # Persistent parameters are treated as stage 2 treats all. One reducer serves all groups: buckets are launched
         # in one order.
         self.persistent = ZeroStage1And2(persistent, gradients, self.comm)
@@ -364,11 +330,11 @@ class ZeroStage3:
         self._on_upload: dict[int, Callable[[Bucket, Callable[[], None] | None], None]] = {}
         self._key_of: dict[tuple[int, int], int] = {}
         for number, group in enumerate(gradients.groups):
-            if isinstance(group, FlatParamGroup):
-                self._on_upload[number] = partial(self.persistent.arrived, persistent.index(group))
-            elif isinstance(group, PartitionedParamGroup):
+            if isinstance(group, PartitionedParamGroup):
                 self._on_upload[number] = group.arrived
                 self._key_of |= {(number, bucket.layout.index): bucket.key for bucket in group.buckets}
+            else:
+                self._on_upload[number] = partial(self.persistent.arrived, persistent.index(group))
         gradients.on_launched = self._launched
         self._last_micro_batch = False
         # 1 fetch, 2 release: the hooks call the coordinator.

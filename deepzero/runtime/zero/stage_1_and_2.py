@@ -1,8 +1,14 @@
-"""Stages 1 and 2: partitioned optimizer states, and partitioned gradients.
+"""Stages 0, 1 and 2: plain data parallelism, partitioned optimizer states, and partitioned gradients.
 
-Both keep the parameters whole, give the optimizer this rank's partition of the fp32 masters, and all-gather what it has
-written. They differ in what happens to gradients:
+All keep the parameters whole. Stages 1 and 2 give the optimizer this rank's partition of the fp32 masters, and
+all-gather what it has written. They differ in what happens to gradients:
 
+``stage 0``  is the twin that the others are tested against: every rank has all gradients, masters and moments. At the
+             boundary each bucket is all-reduced, and every rank takes the same step on the whole model. Its groups are
+             *whole*, and its reducer hands out whole sums. With exact sums the second half of the all-reduce carries
+             them in fp32, unrounded: that makes the bits of stage 1, where a rank uses its part of them without
+             sending it anywhere. Left out on purpose: overlap with the backward pass. Memory ``2Ψ + 2Ψ + KΨ``, and
+             ``4Ψ`` for the sums.
 ``stage 1``  accumulates them whole, and reduce-scatters once per optimizer step, at the boundary. Memory
              ``2Ψ + 2Ψ + KΨ/W``. With ``overlap_comm`` the buckets of the last micro-batch leave, and are freed, while
              its backward pass goes on: whole gradients then exist only where earlier micro-batches have to be kept.
@@ -12,11 +18,11 @@ written. They differ in what happens to gradients:
 Ψ is the number of parameters, K the bytes of optimizer state for each (12 for Adam), with 2-byte parameters and
 gradients. Here ``grad_S`` is fp32, so stage 2 holds ``4Ψ/W`` instead of ``2Ψ/W``, and stage 1 holds ``4Ψ/W`` more.
 
-Volume per step of both: reduce-scatter ``Ψ(W-1)/W`` + all-gather ``Ψ(W-1)/W``, the same as plain data parallelism. With
+Volume per step: reduce-scatter ``Ψ(W-1)/W`` + all-gather ``Ψ(W-1)/W``, which is what stage 0's all-reduce sends. With
 ``reduce_scatter=False`` stage 1 all-reduces the gradients as DeepSpeed's first release did, and uses a W-th of what it
 receives: ``2Ψ + Ψ``, 1.5 times the volume for nothing. It is kept as a twin so that a test can count that.
 
-The file follows a training step: **0 build**, :class:`FlatParamGroup` · **3 gradient ready**,
+The file follows a training step: **0 build**, :class:`ParamGroup` · **3 gradient ready**,
 :meth:`ZeroStage1And2.reduce_ready_gradient` · **4 boundary**, :meth:`~ZeroStage1And2.reduce_gradients` · **5 step** ·
 **6 publish**, :meth:`~ZeroStage1And2.all_gather_dp_groups`. (1 fetch and 2 release are stage 3's.) How a bucket of
 gradients is filled and sent is in ``gradient_reduction.py``, which all stages share.
@@ -36,27 +42,36 @@ gradients is filled and sent is in ``gradient_reduction.py``, which all stages s
     multiples of ``ALIGN`` elements; so an element is in a tail here exactly if it is in a loop over the parameters
     themselves, in every stage, at every W.
 
-Sources: [stage-1 notes], "ZeRO Stage 1" and "Stage 1 Code"; P_os and P_os+g in [ZeRO], section 5, and in
-[stage-2 notes]; [stage-1 post]; ``runtime/zero/stage_1_and_2.py`` in [DeepSpeed], whose names are kept.
+Sources: [stage-1 notes], "Data Parallelism", "ZeRO Stage 1" and "Stage 1 Code"; P_os and P_os+g in [ZeRO], section 5,
+and in [stage-2 notes]; [stage-1 post], ``allreduce_bucket``; ``runtime/zero/stage_1_and_2.py`` in [DeepSpeed], whose
+names are kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.layout import Bucket, Fragment, OffloadPlan
-from deepzero.runtime.zero.gradient_reduction import GradientReducer
+from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan
 from deepzero.runtime.zero.guards import STAY, register_owner, unregister_owner
-from deepzero.runtime.zero.optimizer_shard import GroupLayout, HostAllocator, ParamGroup
+
+if TYPE_CHECKING:
+    from deepzero.runtime.zero.gradient_reduction import GradientReducer
 
 SETUP = "setup.gather"
 ALL_GATHER = "parameters.all_gather"
+HOST_MASTERS = "host_masters"
+
+HostAllocator = Callable[[str, int, torch.dtype], torch.Tensor]
+"""(category, elements, dtype): 1-D host memory."""
 
 # ---- 0 build: flat bit16 groups, data-parallel partitions, the fp32 partition of each group --------------------------
 
@@ -91,18 +106,45 @@ def update_master_from_param(master: torch.Tensor, values: torch.Tensor) -> None
     master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(torch.float32)))
 
 
-class FlatParamGroup(ParamGroup):
-    """The trainable parameters of one optimizer group, in one flat buffer of the compute dtype.
+def lies_on(params: Sequence[nn.Parameter], device: torch.device) -> bool:
+    """Whether any of them takes memory of the device."""
+    return any(param.device == device for param in params)
 
-    Every parameter becomes a *view* of the buffer. From then on, whatever an all-gather writes there is in the model:
-    publishing needs no copy out. In fp32 the parameters are their own masters: the optimizer steps on views of the flat
-    buffer, and nothing is held twice. Building a group is a collective. See [Note: the tensors of ZeRO] in
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """A group of parameters with its layout, before it has tensors."""
+
+    params: Sequence[nn.Parameter]
+    layout: FlatLayout
+    optimizer_group: int | None  # None: not trained
+    partitioned: bool  # stage 3: every rank keeps a part
+    per_tensor: bool = False  # laid out so that no parameter is cut: the optimizer gets each in its shape
+
+
+class ParamGroup:
+    """The trainable parameters of one optimizer group, in one flat buffer of the compute dtype, and their fp32 masters.
+
+    Every parameter becomes a *view* of :attr:`flat_P`. From then on, whatever an all-gather writes there is in the
+    model: publishing needs no copy out. In fp32 the parameters are their own masters: the optimizer steps on views of
+    the flat buffer, and nothing is held twice. Building a group is a collective. See [Note: the tensors of ZeRO] in
     ``layout.py``.
 
-    ``planned.params``, on any device, take rank 0's values and become views of :attr:`flat_P`. Without ``placement``
-    nothing lies in host memory. With ``whole`` (stage 0) the masters are those of all parameters, and nothing is
-    offloaded.
+    Stage 3's ``PartitionedParamGroup`` has the same layout, fragments and masters, and no flat buffer: this rank's
+    shard, from which buckets are put together when they are needed.
+
+    Args:
+        names: the parameters' names, in the order of the layout.
+        planned: the parameters, on any device, and where each will lie; they take rank 0's values.
+        dtype: compute dtype.
+        comm: the ranks, and the device.
+        placement: which elements have a master beside the parameter, and on which side it lies; None: all on the
+            device.
+        allocate_host: gives host memory; None where nothing is offloaded.
+        whole: stage 0: this rank has masters and gradients of everything, not of its shard.
     """
+
+    partitioned = False
 
     def __init__(
         self,
@@ -114,62 +156,156 @@ class FlatParamGroup(ParamGroup):
         allocate_host: HostAllocator | None = None,
         whole: bool = False,
     ) -> None:
+        self.names, self.layout, self.dtype, self.whole = list(names), planned.layout, dtype, whole
+        self.params: Sequence[nn.Parameter] = list(planned.params)
+        self.comm, self.per_tensor = comm, planned.per_tensor
+        self.optimizer_group: Any = planned.optimizer_group  # its index; None: not trained
+        # Called before parameters are written from outside; may refuse.
+        self.before_write: Callable[[], None] | None = None
+        self.fragments = self.layout.whole_fragments() if whole else self.layout.fragments(comm.rank)
+        # Index of a parameter -> number of its fragment here; a small parameter may lie wholly on other ranks.
+        self._numbers = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
         # A whole group is one rank's shard of a layout over one rank.
-        everything = dataclasses.replace(planned.layout, world_size=1) if whole else planned.layout
-        placement = placement or OffloadPlan.on_device(everything, own_masters=dtype == torch.float32)
-        super().__init__(names, planned, dtype, comm, placement, allocate_host, whole)
-        self.params = list(planned.params)
-        self.flat_P = self._flatten()
-        self.cut_masters()
-        # By these two a step sees what the program did to a parameter in between: moved it, or wrote into it.
-        self._data_ptrs = [comm.data_ptr(param) for param in self.params]
-        self._versions = [param._version for param in self.params]
+        mine = dataclasses.replace(planned.layout, world_size=1) if whole else planned.layout
+        self.placement = placement or OffloadPlan.on_device(mine, own_masters=dtype == torch.float32)
+        self.masters_on_host: torch.Tensor | None = None
+        if self.placement.host_masters:
+            if allocate_host is None:
+                raise RuntimeError("masters in host memory need an arena")
+            self.masters_on_host = allocate_host(HOST_MASTERS, len(self.placement.host_masters), torch.float32)
+        self.masters_on_device: torch.Tensor | None = None
+        shapes = [param.shape for param in self.params]
+        self._keep_fragments()
+        # **The optimizer's tensors**: fp32 leaves, one for each fragment, views of ``master_S``; where the parameters
+        # are their own masters, views of these. See [Note: why fragments].
+        self.masters: list[torch.Tensor] = []
+        for fragment in self.fragments if self.optimizer_group is not None else ():
+            separate = self.separate_masters(fragment.shard_start, fragment.numel)
+            master = (self.param_fragment(fragment) if separate is None else separate).detach()
+            shown = master.view(shapes[fragment.slot.index]) if self.per_tensor else master
+            self.masters.append(shown.requires_grad_())
+        self._attach_params(shapes)
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's."""
+        return self.comm.device
+
+    # ---- 0 build: see [Note: the peak of building] -------------------------------------------------------------------
 
     @torch.no_grad()
-    def _flatten(self) -> torch.Tensor:
-        """Build ``flat_P`` with the parameters in it, and the masters. See [Note: the peak of building]."""
-        shapes = [param.shape for param in self.params]
-        mine = {fragment.slot.index: fragment for fragment in self.fragments}
-        kept = {index: self._take(index, param, mine.get(index)) for index, param in enumerate(self.params)}
-        # Nothing but fragments is left of the model, so the masters go where the model was. They are made from values
-        # *before* the cast; DeepSpeed makes them from cast ones, and throws the lower bits of an initialisation away.
+    def _keep_fragments(self) -> None:
+        """Parameter by parameter, keep this rank's fragment of rank 0's values, in the masters and in its dtype."""
+        # Where the model is on the device, what it takes there has to be free before ours is taken; else the fragments
+        # go to their places at once.
+        waiting: dict[int, torch.Tensor] | None = {} if lies_on(self.params, self.device) else None
+        if waiting is None:
+            self.allocate_masters()
+            self._allocate_params()
+        for index, param in enumerate(self.params):
+            register_owner(param, self.names[index])
+            # Whole on this rank until the end of the loop's turn: the only parameter that is.
+            values = self._take_values(index)
+            number = self._numbers.get(index)
+            if number is not None:
+                fragment = self.fragments[number]
+                part = values[fragment.start : fragment.start + fragment.numel]
+                # Host memory is there already, and is none of the device's: such a master is final at once.
+                kept = self._into_master(fragment, part)
+                if waiting is None:
+                    self.param_fragment(fragment).copy_(part)
+                else:  # not a view, which would keep the whole parameter's memory
+                    waiting[number] = part.clone() if kept is part else kept
+            del values
+        if waiting is None:
+            return
+        # Nothing but fragments is left of the model, so the masters go where the model was.
         self.allocate_masters()
-        for fragment in self.fragments:
-            master = self.separate_masters(fragment.shard_start, fragment.numel)
-            if master is not None and fragment.shard_start not in self.placement.host_masters:
-                kept[fragment.slot.index] = master.copy_(kept[fragment.slot.index])
-        # Zeros: padding travels with the parameters, and must not be a NaN that was there before.
-        flat_P = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=self.device)
-        for fragment in self.fragments:
-            flat_P[fragment.slot.offset + fragment.start :][: fragment.numel].copy_(kept.pop(fragment.slot.index))
-        # Every rank casts its own fragments, and gets the others' cast already: the bytes of the compute dtype travel.
-        for bucket in self.layout.buckets if not self.whole else ():
-            self.comm.all_gather(SETUP, bucket.of(flat_P)).wait()
-        # The parameters become views. The optimizer never sees them again, the model nothing else.
-        for param, slot, shape in zip(self.params, self.layout.slots, shapes, strict=True):
-            param.data = flat_P[slot.offset : slot.end].view(shape)
-        return flat_P
+        for number, part in waiting.items():
+            fragment = self.fragments[number]
+            if fragment.shard_start not in self.placement.host_masters:
+                waiting[number] = self._into_master(fragment, part)
+        self._allocate_params()
+        for number in list(waiting):  # one by one, so that a fragment is held twice only while it is copied
+            self.param_fragment(self.fragments[number]).copy_(waiting.pop(number))
 
-    def _take(self, index: int, param: nn.Parameter, fragment: Fragment | None) -> torch.Tensor:
-        """This rank's fragment of one parameter, in the dtype that it has, or as its master in host memory."""
-        register_owner(param, self.names[index])
-        values = take_values(param, self.comm)
-        if fragment is None:
-            return values.new_empty(0)  # not a view, which would keep the whole parameter's memory
-        part = values[fragment.start : fragment.start + fragment.numel]
-        # Host memory is there already, and is none of the device's: such a master is final at once.
-        on_host = self.separate_masters(fragment.shard_start, fragment.numel)
-        return part.clone() if on_host is None else on_host.copy_(part)
+    def _take_values(self, index: int) -> torch.Tensor:
+        """1-D and whole: rank 0's values of one parameter, which is left without them."""
+        return take_values(self.params[index], self.comm)
+
+    def allocate_masters(self) -> None:
+        """Take the memory of the masters on the device."""
+        if self.placement.device_masters:
+            # Zeros: padding is stepped on by nobody, and cast and sent with the rest.
+            numel = len(self.placement.device_masters)
+            self.masters_on_device = torch.zeros(numel, dtype=torch.float32, device=self.device)
+
+    def _into_master(self, fragment: Fragment, values: torch.Tensor) -> torch.Tensor:
+        """Copy into the fragment's master, and return it; the values themselves where it has none, so far."""
+        # As they were *before* the cast; DeepSpeed makes masters from cast ones, and throws the lower bits of an
+        # initialisation away.
+        master = self.separate_masters(fragment.shard_start, fragment.numel)
+        return values if master is None else master.copy_(values)
+
+    def _allocate_params(self) -> None:
+        # Zeros: padding travels with the parameters, and must not be a NaN that was there before.
+        self.flat_P = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=self.device)
+
+    @torch.no_grad()
+    def _attach_params(self, shapes: Sequence[torch.Size]) -> None:
+        """The parameters become views of :attr:`flat_P`, with all ranks' fragments in it."""
+        # Every rank has cast its own fragments, and gets the others' cast: the bytes of the compute dtype travel.
+        for bucket in self.layout.buckets if not self.whole else ():
+            self.comm.all_gather(SETUP, bucket.of(self.flat_P)).wait()
+        # The optimizer never sees the parameters again, the model nothing else.
+        for param, slot, shape in zip(self.params, self.layout.slots, shapes, strict=True):
+            param.data = self.flat_P[slot.offset : slot.end].view(shape)
+        # By these two a step sees what the program did to a parameter in between: moved it, or wrote into it.
+        self._data_ptrs = [self.comm.data_ptr(param) for param in self.params]
+        self._versions = [param._version for param in self.params]
 
     # ---- the group's tensors -----------------------------------------------------------------------------------------
 
+    def separate_masters(self, start: int, numel: int) -> torch.Tensor | None:
+        """Masters of the shard's elements ``[start, start + numel)``; None where the parameters are their own."""
+        sides = (
+            (self.placement.host_masters, self.masters_on_host), (self.placement.device_masters, self.masters_on_device)
+        )  # fmt: skip
+        for span, storage in sides:
+            # A bucket lies on one side, and whatever is asked for lies within a bucket.
+            if storage is not None and start in span:
+                return storage[start - span.start :][:numel]
+        return None
+
+    def fragment_of(self, index: int) -> tuple[Fragment, torch.Tensor] | None:
+        """This rank's fragment of a parameter, and its master; None: it has no element here, or is not trained."""
+        number = self._numbers.get(index)
+        if number is None or self.optimizer_group is None:
+            return None
+        return self.fragments[number], self.masters[number]
+
+    def master_of(self, bucket: Bucket) -> torch.Tensor:
+        """The masters of what :meth:`param_shard` names, padding included; in fp32 it is that tensor itself."""
+        found = self.separate_masters(*self.part_of(bucket))
+        return self.param_shard(bucket) if found is None else found
+
+    def part_of(self, bucket: Bucket) -> tuple[int, int]:
+        """Start and elements, in this rank's shard, of its part of ``bucket``; of all of it where :attr:`whole`."""
+        return (bucket.offset, bucket.numel) if self.whole else (bucket.shard_offset, bucket.shard_numel)
+
+    def inside(self, bucket: Bucket) -> slice:
+        """Which of :attr:`fragments`, and of :attr:`masters`, lie in ``bucket``; none crosses the end of a part."""
+        first, numel = self.part_of(bucket)
+        starts = [fragment.shard_start for fragment in self.fragments]
+        return slice(bisect_left(starts, first), bisect_left(starts, first + numel))
+
     @property
     def parameter_storage(self) -> list[torch.Tensor]:
-        """What this rank keeps of the parameters on its device: all of them."""
+        """What this rank keeps of the parameters on its device: all of them, or its shard."""
         return [self.flat_P]
 
     def param_shard(self, bucket: Bucket) -> torch.Tensor:
-        """What this rank's optimizer step writes of ``bucket`` in the compute dtype: its part, or all of it."""
+        """This rank's part of ``bucket`` in the compute dtype, padding included; all of it where :attr:`whole`."""
         if self.whole:
             return bucket.of(self.flat_P)
         return get_data_parallel_partitions(self.flat_P, bucket)[self.comm.rank]
@@ -203,10 +339,10 @@ class FlatParamGroup(ParamGroup):
                 )
             if param._version != self._versions[index]:
                 self._versions[index] = param._version
-                separate = self.separate_master(index)
-                if separate is not None:
-                    fragment, master = separate
-                    update_master_from_param(master, param.reshape(-1)[fragment.start :][: fragment.numel])
+                mine = self.fragment_of(index)
+                if mine is not None:
+                    fragment, master = mine
+                    update_master_from_param(master.view(-1), param.reshape(-1)[fragment.start :][: fragment.numel])
 
     def bump_param_versions(self) -> None:
         """Tell autograd that every parameter changed in place, by an update that ``step()`` did not make."""
@@ -222,15 +358,18 @@ class FlatParamGroup(ParamGroup):
             index: position in :attr:`params`.
             values: 1-D, whole, fp32, the same on every rank.
         """
+        self._write_param(index, values)
+        mine = self.fragment_of(index)
+        if mine is not None:
+            fragment, master = mine
+            master.view(-1).copy_(values[fragment.start :][: fragment.numel])
+
+    def _write_param(self, index: int, values: torch.Tensor) -> None:
         if self.before_write is not None:
             self.before_write()
         slot, param = self.layout.slots[index], self.params[index]
         self.flat_P[slot.offset : slot.end].copy_(values)
-        separate = self.separate_master(index)
-        if separate is not None:
-            fragment, master = separate
-            master.copy_(values[fragment.start :][: fragment.numel])
-        # A backward pass may still need the old values, so the version goes up; the master has followed already.
+        # A backward pass may still need the old values, so the version goes up; the master follows by itself.
         torch.autograd.graph.increment_version(param)
         self._versions[index] = param._version
 
@@ -248,17 +387,17 @@ class FlatParamGroup(ParamGroup):
 
 
 class ZeroStage1And2:
-    """Partitioned optimizer states (stage 1) and gradients (stage 2), over whole parameters.
+    """Partitioned optimizer states (stage 1) and gradients (stage 2), over whole parameters; or neither (stage 0).
 
     Stage 3 has one too, for its persistent parameters.
 
     Args:
-        groups: built with ``whole=False``.
-        gradients: reduces them into ``grad_S``: every micro-batch in stage 2, once per step in stage 1.
+        groups: those of whole parameters; for stage 0 built with ``whole=True``, which makes one partition of each.
+        gradients: reduces them into ``grad_S``: every micro-batch in stage 2, once per step in stages 0 and 1.
         comm: the ranks.
     """
 
-    def __init__(self, groups: Sequence[FlatParamGroup], gradients: GradientReducer, comm: Communicator) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], gradients: GradientReducer, comm: Communicator) -> None:
         self.groups, self.gradients, self.comm = list(groups), gradients, comm
         # DeepSpeed's names. One entry for each optimizer group; where DeepSpeed has a partition, here is one for each
         # bucket of the group, as every rank owns a W-th of every bucket.
@@ -334,11 +473,14 @@ class ZeroStage1And2:
     @torch.no_grad()
     def publish_bucket(self, i: int, bucket: Bucket) -> None:
         """Cast the masters of a bucket of ``groups[i]`` into my part of it, and launch its all-gather."""
+        whole = self.groups[i].whole
         # In fp32 the masters lie in the flat buffer, and were published by being written.
         if self.groups[i].dtype != torch.float32:
-            mine = self.parallel_partitioned_bit16_groups[i][bucket.index][self.comm.rank]
+            parts = self.parallel_partitioned_bit16_groups[i][bucket.index]
+            mine = bucket.of(self.bit16_groups_flat[i]) if whole else parts[self.comm.rank]
             mine.copy_(self.single_partition_of_fp32_groups[i][bucket.index])
-        self.arrived(i, bucket, None)
+        if not whole:  # else every rank has every new master
+            self.arrived(i, bucket, None)
 
     def wait_all_gathers(self) -> None:
         """Wait for all-gathers that are under way."""

@@ -24,8 +24,7 @@ Source: [DeepSpeed], ``utils/tensor_fragment.py``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -33,7 +32,6 @@ from torch import nn
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, BucketReducer
 from deepzero.layout import Bucket, Fragment, ParamSlot, plan_layout
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
-from deepzero.runtime.zero.optimizer_shard import MasterFragment, OptimizerShard, ParamGroup
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
 
 SUFFIX = "_on_request"
@@ -49,41 +47,31 @@ _ENGINES: weakref.WeakValueDictionary[int, TensorFragments] = weakref.WeakValueD
 class TensorFragments:
     """One engine's parameters, which it registers when it is built, and what all of them need of it.
 
-    ``step`` has the optimizer, and one ``MasterFragment`` for each fragment of each of ``groups``, in order. The sum of
-    gradients divided by ``mean_divisor()`` is their mean, without loss scale; ``last_pass()`` is whether the
-    micro-batch under way is the last of its step; ``finish_delayed_update`` is called before anything is written.
+    The sum of ``gradients`` divided by ``mean_divisor()`` is their mean, without loss scale; ``last_pass()`` is whether
+    the micro-batch under way is the last of its step; ``finish_delayed_update`` is called before anything is written.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        groups: Sequence[ParamGroup],
-        step: OptimizerShard,
         gradients: GradientReducer,
         mean_divisor: Callable[[], float],
         last_pass: Callable[[], bool],
         finish_delayed_update: Callable[[], None],
     ) -> None:
-        self.step, self.finish_delayed_update = step, finish_delayed_update
-        self.optimizer, self.gradients = step.optimizer, gradients
-        self.mean_divisor, self.last_pass = mean_divisor, last_pass
-        self.comm = gradients.reducer.comm
+        self.gradients, self.step, self.finish_delayed_update = gradients, gradients.shard, finish_delayed_update
+        self.mean_divisor, self.last_pass, self.comm = mean_divisor, last_pass, gradients.reducer.comm
         # Set while model states are offloaded (``offload_states``): raises.
         self.away: Callable[[str], None] | None = None
         self.comm.ledger.untracked_kinds |= _OUTSIDE_STEP
-        names = {param: name for name, param in model.named_parameters()}
-        self._fragments: dict[nn.Parameter, ParamFragment] = {}
-        tensors_of = iter(step.parts)
-        for number, group in enumerate(groups):
-            mine = {fragment.slot.index: (fragment, next(tensors_of)) for fragment in group.fragments}
-            for bucket in group.layout.buckets:
-                for slot in bucket.slots:
-                    param, (fragment, tensors) = group.params[slot.index], mine.get(slot.index, (None, None))
-                    self._fragments[param] = ParamFragment(
-                        self, names[param], group, number, slot, bucket, param.shape, fragment, tensors
-                    )
-        self._names = names
-        _ENGINES.update((id(param), self) for param in names)
+        self._names = {param: name for name, param in model.named_parameters()}
+        self._fragments = {
+            group.params[slot.index]: ParamFragment(self, number, slot, bucket)
+            for number, group in enumerate(gradients.groups)
+            for bucket in group.layout.buckets
+            for slot in bucket.slots
+        }
+        _ENGINES.update((id(param), self) for param in self._names)
 
     def of(self, param: nn.Parameter) -> ParamFragment | None:
         """The parameter's fragment; None if it is not trained."""
@@ -120,22 +108,17 @@ def _engine_of(param: nn.Parameter) -> TensorFragments:
     return engine
 
 
-@dataclass(frozen=True, eq=False)
 class ParamFragment:
-    """A trained parameter, and this rank's fragment of it."""
+    """A trained parameter, in ``slot`` of a bucket of the engine's group ``number``, and this rank's fragment of it."""
 
-    engine: TensorFragments
-    name: str
-    group: ParamGroup
-    number: int
-    """The group's."""
-    slot: ParamSlot
-    bucket: Bucket
-    shape: torch.Size
-    fragment: Fragment | None
-    """None where this rank has no element of the parameter."""
-    tensors: MasterFragment | None
-    """Master and gradient of the fragment."""
+    def __init__(self, engine: TensorFragments, number: int, slot: ParamSlot, bucket: Bucket) -> None:
+        self.engine, self.number, self.slot, self.bucket = engine, number, slot, bucket
+        self.group = group = engine.gradients.groups[number]
+        self.name, self.shape = group.names[slot.index], group.params[slot.index].shape
+        # None where this rank has no element of the parameter.
+        self.fragment: Fragment | None
+        self.master: torch.Tensor | None
+        self.fragment, self.master = group.fragment_of(slot.index) or (None, None)
 
     # ---- fragments and wholes ----------------------------------------------------------------------------------------
 
@@ -181,12 +164,12 @@ class ParamFragment:
 
     # ---- masters and optimizer state ---------------------------------------------------------------------------------
 
-    def master(self) -> torch.Tensor:
+    def copy_of_master(self) -> torch.Tensor:
         """A copy of this rank's fragment, with what was written into a whole parameter since the last step."""
         self.engine.step.wait_pending_update()
         if not self.group.partitioned and not self.engine.step.update_pending:
             self.group.sync_masters_from_params()
-        return self.copy_of(self.tensors.master if self.tensors is not None else None)
+        return self.copy_of(self.master)
 
     def has_state(self, key: str, everywhere: bool) -> bool:
         """Whether there is state of that name; False when there is none at all yet.
@@ -198,10 +181,9 @@ class ParamFragment:
         """
         mine: list[str] = []
         others: list[str] = []
-        if self.tensors is not None:
-            master = self.tensors.master
-            state = self.engine.optimizer.state.get(master, {})
-            mine = [kept for kept, value in state.items() if torch.is_tensor(value) and value.shape == master.shape]
+        if self.master is not None:
+            state, shape = self.engine.step.optimizer.state.get(self.master, {}), self.master.shape
+            mine = [kept for kept, value in state.items() if torch.is_tensor(value) and value.shape == shape]
             others = [f"{kept} (of another shape)" for kept in state if kept not in mine and kept != "step"]
         ranks = self.engine.comm.all_gather_object((mine, others)) if everywhere else [(mine, others)]
         known, rest = (sorted({kept for rank in ranks for kept in rank[which]}) for which in (0, 1))
@@ -215,12 +197,12 @@ class ParamFragment:
     def state(self, key: str) -> torch.Tensor | None:
         """This rank's fragment of one state, as the optimizer holds it."""
         self.engine.step.wait_pending_update()
-        return self.engine.optimizer.state[self.tensors.master][key] if self.tensors is not None else None
+        return self.engine.step.optimizer.state[self.master][key] if self.master is not None else None
 
     def copy_of_state(self, key: str, everywhere: bool) -> torch.Tensor | None:
         """A copy of this rank's fragment of one state; None while there is none."""
         # Without ``everywhere`` a rank that has no fragment cannot tell which state there is.
-        if (everywhere or self.tensors is not None) and not self.has_state(key, everywhere):
+        if (everywhere or self.master is not None) and not self.has_state(key, everywhere):
             return None
         return self.copy_of(self.state(key))
 
@@ -248,7 +230,7 @@ class ParamFragment:
             return None
         if gradients.reduced:
             gradients.reduce_now()  # waits; stage 0 may gather whole sums, once for all parameters
-            mine = self.copy_of(self.tensors.grad if self.tensors is not None else None)
+            mine = self.copy_of(self.engine.step.grads[self.master] if self.master is not None else None)
         else:
             mine = self.copy_of(self.cut(self._reduce_aside()))
         return mine.div_(self.divisor())
@@ -285,8 +267,8 @@ class ParamFragment:
             )
         gradients.reduce_now()
         gradients.sums_changed(self.number, self.bucket)
-        if self.tensors is not None:
-            self.tensors.grad.copy_((mine * self.divisor()).view_as(self.tensors.grad))
+        if self.master is not None:
+            self.engine.step.grads[self.master].copy_((mine * self.divisor()).view(self.master.shape))
 
 
 def _refuse_inside_a_pass() -> None:
@@ -306,7 +288,7 @@ def _refuse_inside_a_pass() -> None:
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """The parameter's fp32 master in its logical shape, a copy; None if it is not trained. A collective."""
     fragment = _engine_of(param).of(param)
-    return fragment.assemble(fragment.master()) if fragment is not None else None
+    return fragment.assemble(fragment.copy_of_master()) if fragment is not None else None
 
 
 @torch.no_grad()
@@ -320,7 +302,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's fragment of :func:`safe_get_full_fp32_param`, 1-D, possibly empty. Nothing is sent."""
     fragment = _engine_of(param).of(param)
-    return fragment.master() if fragment is not None else None
+    return fragment.copy_of_master() if fragment is not None else None
 
 
 @torch.no_grad()
@@ -406,5 +388,5 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     """Change this rank's fragment of what the optimizer keeps for each element. Nothing is sent."""
     fragment = _engine_of(param).trained(param)
     mine = fragment.given(value, local=True)
-    if fragment.tensors is not None:
+    if fragment.master is not None:
         fragment.set_state(optim_state_key, mine, everywhere=False)

@@ -32,8 +32,8 @@ from deepzero.comm.quantized_reduce import QuantizedReduce
 from deepzero.comm.reduce_scatter import Key
 from deepzero.config.strict import ConfigError
 from deepzero.config.zero import QuantizationConfig
-from deepzero.runtime.zero.optimizer_shard import ParamGroup
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
+from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 
 log = logging.getLogger(__name__)
 
