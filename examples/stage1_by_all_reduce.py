@@ -72,7 +72,7 @@ def one_step(reduce_scatter: bool) -> Counted:
     counted = Counted(
         sent,
         held=sum(grads.nbytes for grads in shard.grad_S),
-        used=sum(part.grad.nbytes for part in shard.parts),
+        used=sum(grad.nbytes for grad in shard.grads.values()),
     )
     engine.destroy()
     return counted
