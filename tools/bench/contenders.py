@@ -114,6 +114,32 @@ CONTENDERS: tuple[Contender, ...] = (
     FLOOR,
 )
 
+
+def _muon(stage: int) -> Contender:
+    """Under ZeRO every matrix has one owner; in stage 0 every rank orthogonalises all of them."""
+    options = {"zero": {"stage": stage}, "settings": {"optimizer": {"type": "Muon", "params": MUON}}}
+    variant = Variant("plain", "every rank steps all of it" if stage == 0 else "one owner for each matrix", options)
+    return Contender(f"muon{stage}", f"Muon, stage {stage}", "engines:build", (variant,), stage=stage, late=True)
+
+
+MUON = {"lr": 1e-4, "muon_lr": 0.02}
+_QWZ, _QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+_HPZ, _MICS = {"zero_hpz_partition_size": 2}, {"mics_shard_size": 2}
+_ZEROPP: dict[str, dict[str, Any]] = {
+    "stage3": {}, "qwz": _QWZ, "hpz": _HPZ, "qgz": _QGZ, "all": {**_QWZ, **_HPZ, **_QGZ}, "mics": _MICS,
+    "mics-both": {**_MICS, **_QWZ, **_QGZ},
+}  # fmt: skip
+_ON_NODES = {"stage": 3, "overlap_comm": True, "stage3_param_persistence_threshold": 1000}
+ZEROPP = Contender(
+    "zeropp", "ZeRO++ on pretended nodes of two ranks", "engines:build",
+    tuple(
+        Variant(name, ", ".join(more), {"zero": {**_ON_NODES, **more}, "settings": {"comm": {"ranks_per_node": 2}}})
+        for name, more in _ZEROPP.items()
+    ), stage=3,
+)  # fmt: skip
+ON_REQUEST: tuple[Contender, ...] = (*map(_muon, range(4)), ZEROPP)
+"""Who takes part only where it is named."""
+
 CPU: dict[str, Any] = {"device": "cpu", "pin_memory": True}
 
 
@@ -142,12 +168,12 @@ OFFLOAD: tuple[Contender, ...] = (
 
 
 def by_name(name: str) -> Contender:
-    """Look a contender of ``zero`` up.
+    """Look a contender of ``zero`` or ``links`` up.
 
     Raises:
         ValueError: nobody has that name; the message lists those who are there.
     """
-    known = {contender.name: contender for contender in CONTENDERS}
+    known = {contender.name: contender for contender in (*CONTENDERS, *ON_REQUEST)}
     if name not in known:
         raise ValueError(f"unknown contender {name!r}; there are: {', '.join(known)}")
     return known[name]

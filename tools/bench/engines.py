@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tools.bench.rank import Built, Context, Step
+from tools.bench.timing import timed
 from tools.bench.workload import Workload
 
 
@@ -46,20 +47,26 @@ def build(context: Context, options: dict[str, Any]) -> Built:
     config = settings_of(context.work, options["zero"], **options.get("settings", {}))
     engine = deepzero.initialize(model=context.model, config=config)[0]
     offloads, hidden = engine.describe_offload() is not None, list[float]()
+    shard, in_optimizer = engine.zero.optimizer_shard, list[float]()
+    if context.device.type == "cpu":  # on a GPU the step is only launched there
+        step = shard.step
+        vars(shard)["step"] = lambda divisor: in_optimizer.append(timed(lambda: step(divisor)))
 
     def facts(phase: str) -> dict[str, Any]:
         if phase == "block":
             hidden.append(engine.comm.overlap.metrics().get("comm/hidden_fraction", 0.0))
+        if phase == "end":
+            engine.finish_delayed_update()
+            told = engine.report()
+            sent = sum(entry["measured"]["between_node_bytes"] for entry in told["communication"].values())
+            return {"between_node_bytes": sent, **({"memory": told["memory"]} if offloads else {})}
         if not offloads:
             return {"hidden": hidden}
         if phase == "build":
             return {"arena_bytes": engine.zero.offload.arena.nbytes, "described": engine.describe_offload()}
-        if phase == "end":
-            engine.finish_delayed_update()
-            return {"memory": engine.report()["memory"]}
         return {"pipeline": engine.offload_report()}
 
-    return Built({"step": step_of(engine)}, facts)
+    return Built({"step": step_of(engine)}, facts, {"optimizer": in_optimizer} if context.device.type == "cpu" else {})
 
 
 def build_deepspeed(context: Context, options: dict[str, Any]) -> Built:

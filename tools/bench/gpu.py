@@ -43,7 +43,6 @@ from tools.bench.workload import Workload
 Command = list[str]
 TAIL_CHARACTERS = 12_000
 """Of what a part has printed, on the page."""
-WITHOUT_GPU = "**No GPU took part.** Tiny models on the CPU, to see that everything runs: no number measures anything"
 STAGES = ",".join(["plain", "fsdp2:bf16", *(f"deepzero{s}:overlap,deepspeed{s}:torch-adam" for s in (1, 2, 3))])
 """Nobody has anybody to talk to: one variant each."""
 GPU_TESTS = ("tests/gpu", "tests/compat/test_comm.py", "tests/unit/test_cpu_adam_step.py",
@@ -150,11 +149,7 @@ class Day:
 
     def page(self) -> str:
         """All parts that there are, in their order, and which are not."""
-        facts = [*report.machine_facts(Workload(device=self.device))]
-        if self.device == "cpu":
-            facts.insert(0, WITHOUT_GPU)
-        elif self.quick:
-            facts.insert(0, "**Tiny models**: a quick run, whose numbers measure nothing")
+        facts = report.gpu_facts(Workload(device=self.device), self.quick)
         sections = []
         for name, part in PARTS.items():
             known = self.found.get(name)
@@ -187,12 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts; returns the exit status."""
     options, gpu = parse(arguments), installed()
     if gpu.kind != "cuda" and not options.quick:
-        print(
-            "tools.bench.gpu: torch sees no NVIDIA GPU here, and without one these numbers would measure nothing. "
-            "Run it on a machine that has one, or with --quick to see that everything runs.",
-            file=sys.stderr,
-        )
-        return 2
+        return report.no_gpu("gpu")
     day, began = Day(options.out, options.quick, "cuda" if gpu.kind == "cuda" else "cpu"), time.monotonic()
     chosen = [name for name in PARTS if name in options.parts or ("all" in options.parts and not day.is_done(name))]
     for name in chosen:

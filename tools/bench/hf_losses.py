@@ -5,7 +5,7 @@
 
 Each pair is one script on two ranks, run twice with the same arguments: once as it is, by DeepSpeed, and once behind
 ``-m deepzero.compat``. In bf16 the examples begin with weights that bf16 can hold; the last column is of runs without
-that (``as_made.py``), where DeepSpeed makes its masters from rounded weights and deepzero does not. It needs the
+that (*as made*), where DeepSpeed makes its masters from rounded weights and deepzero does not. It needs the
 extras ``hf`` and ``bench``; on a machine without a GPU both compute on the CPU.
 """
 
@@ -14,16 +14,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 SCRIPTS = ("hf_trainer", "accelerate_loop")
+AS_MADE = "as-made"
+"""As this file's first argument: run an example, the others are its name and its own arguments."""
 
 
 def arguments_of(script: str, stage: int, precision: str, steps: int, folder: str) -> list[str]:
@@ -41,7 +45,7 @@ def losses_of(script: str, arguments: list[str], ours: bool, as_made: bool) -> l
     place = {"DS_ACCELERATOR": "cpu", "DEEPZERO_DEVICE": "cpu"} if not torch.cuda.is_available() else {}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **place}
     words = ["-m", "deepzero.compat"] if ours else []
-    words += [str(Path(__file__).with_name("as_made.py"))] if as_made else []
+    words += [__file__, AS_MADE] if as_made else []
     command = [*RANKS, *words, str(ROOT / "examples" / f"{script}.py")]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
     last = next((line for line in reversed(done.stdout.splitlines()) if line.startswith('{"')), None)
@@ -59,6 +63,18 @@ def compare(script: str, stage: int, precision: str, steps: int, as_made: bool) 
         here, there = (losses_of(script, words, ours, as_made) for ours in (True, False))
     apart = max(abs(one - other) for one, other in zip(here, there, strict=True))
     return here, there, f"{apart:.1e}"
+
+
+def run_as_made(words: list[str]) -> None:
+    """Run an example with the weights that its model was made with, where it would round them to bf16 first."""
+    from transformers import AutoModelForCausalLM
+
+    make = AutoModelForCausalLM.from_config
+    whole: Any = lambda config, dtype: make(config, dtype=torch.float32)
+    as_it_is: Any = lambda module: module
+    AutoModelForCausalLM.from_config, torch.nn.Module.bfloat16 = whole, as_it_is
+    sys.argv[:] = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def main() -> None:
@@ -82,4 +98,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == [AS_MADE]:
+        run_as_made(sys.argv[2:])
+    else:
+        main()

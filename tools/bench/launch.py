@@ -36,8 +36,8 @@ class Outcome:
     """One variant in one round; ``error`` is None when it worked, else there is what its first rank noted before."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Piece to samples, each the slowest rank's, in seconds per step. Contenders have one piece, ``step``; the floor
-    has several."""
+    """Piece to samples, each the slowest rank's, in seconds per step. Contenders have ``step``, and perhaps parts of it
+    that they time themselves; the floor has several pieces."""
     losses: list[float] = field(default_factory=list)
     """Mean over ranks, of every step from the first untimed one."""
     cpu_seconds: dict[str, float] = field(default_factory=dict)
@@ -83,6 +83,8 @@ class Plan:
     """Where the model is drawn; see ``rank.draw_model``."""
     commands: tuple[tuple[str, ...], ...] = ()
     """Before each block rank 0 runs one of these, if there are any."""
+    between_nodes: tuple[float, ...] = ()
+    """Bytes a second that a rank's simulated link to other nodes carries in each block; 0: any. Empty: no link."""
 
 
 def run_variant(contender: Contender, variant: Variant, plan: Plan, tag: str) -> Outcome:
@@ -91,7 +93,8 @@ def run_variant(contender: Contender, variant: Variant, plan: Plan, tag: str) ->
     folder.mkdir(parents=True)
     tokens, spec = folder / "tokens.npy", folder / "spec.json"
     np.save(tokens, tokens_for(plan.work, plan.warmup + plan.blocks * plan.steps))
-    lengths = {name: getattr(plan, name) for name in ("warmup", "blocks", "steps", "each", "place", "commands")}
+    names = ("warmup", "blocks", "steps", "each", "place", "commands", "between_nodes")
+    lengths = {name: getattr(plan, name) for name in names}
     build = {"builder": contender.builder, "options": variant.options, "tokens": str(tokens)}
     spec.write_text(json.dumps({**build, **lengths, "work": asdict(plan.work)}))
     start = time.monotonic()

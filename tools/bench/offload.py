@@ -27,7 +27,6 @@ import json
 import math
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -53,9 +52,6 @@ parameters. Quick runs need a fifth."""
 KEPT_FREE = 0.25
 """Of the budget, for the largest model."""
 FREE_AGAIN_SECONDS = 15.0
-WITHOUT_GPU = (
-    "**No GPU took part.** Tiny models on the CPU, to see that everything runs: no number here measures anything"
-)
 
 
 # ---- which model fits ------------------------------------------------------------------------------------------------
@@ -67,7 +63,6 @@ HOST_BYTES, INIT_BYTES = 16, 2
 PLAIN_BYTES = 20
 """For each parameter on the device without offload: compute 2, gradients 4, master 4, moments 8, and what building it
 in fp32 leaves over."""
-"""``reduce_bucket_size`` and ``allgather_bucket_size``."""
 
 LADDER = (
     (24, 2048), (32, 2560), (36, 3072), (32, 3584), (32, 3840), (30, 4096), (32, 4096), (34, 4096), (36, 4096),
@@ -146,11 +141,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace, work: Workload, device_bytes: int, scratch: Path) -> None:
         self.options, self.work, self.device_bytes, self.scratch = options, work, device_bytes, scratch
         self.started, self.out = time.monotonic(), options.out.resolve()
-        facts = [*report.machine_facts(work), f"commit {report.commit()}", report.load_fact(work)]
-        if work.device == "cpu":
-            facts.insert(0, WITHOUT_GPU)
-        elif options.quick:
-            facts.insert(0, "**Tiny models**: a quick run, whose numbers measure nothing")
+        facts = [*report.gpu_facts(work, options.quick), f"commit {report.commit()}", report.load_fact(work)]
         self.found: dict[str, Any] = {"facts": facts, "skipped": []}
         self._known_seconds: dict[str, float] = {}
         self._count = 0
@@ -464,12 +455,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     cuda = torch.cuda.is_available()
     if not cuda and not options.quick:
-        print(
-            "tools.bench.offload: torch sees no NVIDIA GPU here, and without one these numbers would measure nothing. "
-            "Run it on a machine that has one, or with --quick to see that everything runs.",
-            file=sys.stderr,
-        )
-        return 2
+        return report.no_gpu("offload")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     work = speed_work("cuda" if cuda else "cpu", options.threads or (cores if cuda else 1), options.quick)
     work = replace(work, n_layer=options.layers or work.n_layer, micro_batch=options.micro_batch or work.micro_batch)

@@ -33,7 +33,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tools.bench.node_link import throttle
 from tools.bench.workload import Workload, batch, build_model
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -68,6 +69,8 @@ class Built:
 
     steps: dict[str, Step]
     facts: Callable[[str], dict[str, Any]] = lambda phase: {}
+    inside: dict[str, list[float]] = field(default_factory=dict)
+    """Parts of a step, to which the step itself adds seconds."""
 
 
 def replace_file(file: Path, text: str) -> None:
@@ -174,6 +177,7 @@ def run(spec: dict[str, Any], rank: int, note: Callable[..., None]) -> None:
     build = getattr(importlib.import_module(f"tools.bench.{module}"), function)
     tokens = np.load(spec["tokens"])
 
+    link = throttle() if spec["between_nodes"] else None
     memory, started = Memory(device), time.perf_counter()
     # The builder may replace the model's parameters. That this context holds the model counts them twice only where
     # the builder has copied it, and then a user's script would hold it too.
@@ -192,17 +196,22 @@ def run(spec: dict[str, Any], rank: int, note: Callable[..., None]) -> None:
         for number, count in enumerate([spec["warmup"]] + [steps] * blocks):
             if number and spec["commands"] and rank == 0:  # links as fast as this block is to find them
                 subprocess.run(spec["commands"][number - 1], check=True)
+            if number and link is not None:
+                link.bytes_per_second = spec["between_nodes"][number - 1]
             batches = [[t.to(device) for t in batch(work, tokens, done + i, rank)] for i in range(count)]
             took, losses, cpu = timed_block(step, batches, device, spec["each"])
             all_losses[name] += [float(loss) for loss in losses]
             done += count
-            if number:  # the first is the warm-up
+            if not number:  # the warm-up
+                for several in built.inside.values():
+                    several.clear()
+            else:
                 seconds[name] += took
                 cpu_used += cpu
                 cpu_seconds[name] = cpu_used / (number * steps)
             facts.update({**memory.facts(), **built.facts("block")})
-            measured = {"seconds": seconds, "cpu_seconds": cpu_seconds, "step_peak_bytes": memory.peak()}
-            note(**measured, losses=next(iter(all_losses.values())), facts=facts)
+            measured = {"cpu_seconds": cpu_seconds, "step_peak_bytes": memory.peak()}
+            note(**measured, seconds={**seconds, **built.inside}, losses=next(iter(all_losses.values())), facts=facts)
     facts.update(built.facts("end"))
     note(done=True, facts={**facts, **memory.facts()})
 

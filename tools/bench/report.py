@@ -72,6 +72,11 @@ class Measured:
         """The median."""
         return median(self.samples)
 
+    def median_of(self, piece: str) -> str:
+        """The median of a part of the step, in seconds; a dash where the contender does not time it."""
+        samples = [second for outcome in self.rounds for second in outcome.seconds.get(piece, ())]
+        return f"{median(samples):.3f}" if samples else "-"
+
     @property
     def losses(self) -> list[float]:
         """Of the first round."""
@@ -220,6 +225,7 @@ def step_table(rows: Sequence[Measured], floor: Floor | None, work: Workload) ->
         "median s": lambda row: f"{row.seconds:.3f}",
         "best s": lambda row: f"{min(row.samples):.3f}",
         "cpu s": lambda row: f"{row.middle(lambda o: o.cpu_seconds['step']):.3f}",
+        "optimizer s": lambda row: row.median_of("optimizer"),
         "steps": lambda row: str(len(row.samples)),
         "tokens/s": lambda row: f"{work.tokens_per_step / row.seconds:.0f}",
         "MFU": lambda row: _mfu(work, row.seconds),
@@ -279,11 +285,12 @@ def loss_table(losses: Mapping[str, Sequence[float]], reference: str | None = No
 
     Args:
         losses: of each contender.
-        reference: whom the others are compared with; None: the middle of all.
+        reference: whom the others are compared with; None: the middle of all that are judged.
         late: whose course is another one by definition; they have only to be finite.
     """
     count = min(LOSS_STEPS, *map(len, losses.values()))
-    middle = losses[reference] if reference else [median(step) for step in zip(*losses.values(), strict=False)][:count]
+    judged = [several for name, several in losses.items() if name not in late] or losses.values()
+    middle = losses[reference] if reference else [median(step) for step in zip(*judged, strict=False)][:count]
     far = {name: max(distances(several, middle), default=0.0) for name, several in losses.items()}
     wrong = [name for name in losses if far[name] > (sys.float_info.max if name in late else LOSS_TOLERANCE)]
     lines = []
@@ -310,6 +317,25 @@ def machine_facts(work: Workload) -> list[str]:
     installed = [name for name in ("torch", "deepspeed", "numpy") if importlib.util.find_spec(name)]
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in installed)
     return [*facts, f"Python {platform.python_version()}, {versions}"]
+
+
+WITHOUT_GPU = "**No GPU took part.** Tiny models on the CPU, to see that everything runs: no number measures anything"
+
+
+def gpu_facts(work: Workload, quick: bool) -> list[str]:
+    """The machine's facts on the page of a benchmark of one GPU, first what its numbers are not."""
+    small = ["**Tiny models**: a quick run, whose numbers measure nothing"] if quick else []
+    return [*([WITHOUT_GPU] if work.device == "cpu" else small), *machine_facts(work)]
+
+
+def no_gpu(command: str) -> int:
+    """Say that a benchmark of one GPU is of no use here. Returns the exit status."""
+    print(
+        f"tools.bench.{command}: torch sees no NVIDIA GPU here, and without one these numbers would measure nothing. "
+        "Run it on a machine that has one, or with --quick to see that everything runs.",
+        file=sys.stderr,
+    )
+    return 2
 
 
 def load_fact(work: Workload) -> str:

@@ -6,8 +6,18 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
+
+from tools.bench.workload import TINY, Workload
+
+SIZES = {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "vocab": "vocab_size", "tokens": "block_size",
+         "micro_batch": "micro_batch"}  # fmt: skip
+"""Option to the field of :class:`Workload` that it sets."""
+MODEL_OPTIONS = {option: (None, f"default {getattr(Workload, field)}") for option, field in SIZES.items()}
+"""What :func:`parser_of` is given by a benchmark whose model may have other sizes."""
 
 
 def multiple_of(unit: int, least: int = 1) -> Callable[[str], int]:
@@ -40,6 +50,15 @@ def parser_of(command: str, doc: str | None, **numbers: tuple[int | None, str]) 
         told = "" if default is None else f" (default {default})"
         parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=default, help=about + told)
     return parser
+
+
+def work_of(parser: argparse.ArgumentParser, options: argparse.Namespace, **more: Any) -> Workload:
+    """The work with the sizes that were asked for, of a tiny model with ``--quick``; a bad width ends with status 2."""
+    sizes = {field: getattr(options, option) for option, field in SIZES.items() if getattr(options, option)}
+    work = replace(TINY if options.quick else Workload(), **sizes, **more)
+    if work.n_embd % work.n_head:
+        parser.error(f"--width {work.n_embd} does not divide by --heads {work.n_head}: give both, or a multiple")
+    return work
 
 
 def timed(act: Callable[[], object]) -> float:

@@ -14,6 +14,7 @@ Examples::
     python -m tools.bench.zero --quick                          # a tiny model: does everything run?
     python -m tools.bench.zero --rounds 5 --page                # the measurement of record, about an hour on 2 cores
     python -m tools.bench.zero --contenders deepzero1,ddp,floor --rounds 3
+    python -m tools.bench.zero --contenders muon2,muon0,deepzero2:plain   # each matrix with one owner, with W, AdamW
     python -m tools.bench.zero --device cuda --ranks 2 --micro-batch 8
 
 Exit status: 0; 1 when a contender that is installed could not be measured; 2 for bad options; 3 with ``--strict`` when
@@ -33,17 +34,16 @@ from pathlib import Path
 
 from deepzero.utils.closed_pipe import exit_with
 from tools.bench import report
-from tools.bench.contenders import CONTENDERS, FLOOR, Contender, Variant, by_name
+from tools.bench.contenders import CONTENDERS, FLOOR, ON_REQUEST, Contender, Variant, by_name
 from tools.bench.launch import Outcome, Plan, end_on_signals, run_variant
 from tools.bench.report import Bar, compute_bars, floor_of, summarize
-from tools.bench.timing import natural, parser_of
-from tools.bench.workload import TINY, Workload
+from tools.bench.timing import MODEL_OPTIONS, natural, parser_of, work_of
+from tools.bench.workload import TINY
 
 Entry = tuple[Contender, Variant]
 Results = dict[tuple[str, str], list[Outcome]]
 """(contender, variant) to its outcomes, one per round."""
 
-SIZES = {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "vocab": "vocab_size", "tokens": "block_size"}
 DEFAULTS = {"rounds": (1, 5), "steps": (3, 8), "warmup": (1, 3)}
 """Option to its default of a quick run, and of another one."""
 
@@ -55,11 +55,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "zero", __doc__,
         rounds=(None, "rounds of all contenders (default 5; quick: 1)"),
         steps=(None, "timed steps per contender and round (default 8; quick: 3)"),
-        ranks=(2, "processes"), threads=(1, "threads of each process, on CPU"),
-        micro_batch=(1, "sequences per rank and step"),
-        **{option: (None, f"of the model (default {getattr(Workload, field)})") for option, field in SIZES.items()},
+        ranks=(2, "processes"), threads=(1, "threads of each process, on CPU"), **MODEL_OPTIONS,
     )  # fmt: skip
-    parser.epilog = f"contenders: {names}; variants: CONTENDER:VARIANT picks one"
+    more = ", ".join(contender.name for contender in ON_REQUEST)
+    parser.epilog = f"contenders: {names}; only where named: {more}; variants: CONTENDER:VARIANT picks one"
     add = parser.add_argument
     add("--warmup", type=natural, help="untimed steps before them (default 3; quick: 1)")
     add("--contenders", default=names, metavar="A,B", help="who takes part (default: all)")
@@ -76,11 +75,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, (quick, full) in DEFAULTS.items():
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else full)
-    changes = {field: getattr(options, option) for option, field in SIZES.items() if getattr(options, option)}
-    changes.update({name: getattr(options, name) for name in ("ranks", "threads", "device", "micro_batch")})
-    work = options.work = replace(TINY if options.quick else Workload(), **changes)
-    if work.n_embd % work.n_head:
-        parser.error(f"--width {work.n_embd} does not divide by --heads {work.n_head}: give both, or a multiple")
+    options.work = work_of(parser, options, **{name: getattr(options, name) for name in ("ranks", "threads", "device")})
     try:
         options.entries = select_entries(options.contenders)
     except ValueError as error:
@@ -168,13 +163,14 @@ def sections_of(
     )
     failed = [f"- {c} {v}: {o.error}" for (c, v), outcomes in results.items() for o in outcomes if o.error]
     losses = {f"{row.contender.name} {row.variant.name}": row.losses for row in rows}
+    late = [f"{row.contender.name} {row.variant.name}" for row in rows if row.contender.late]
     sections = {
         "Setting": setting,
         "Step time and memory": rows and report.step_table(rows, floor, work),
         "Ratios of medians": rows and report.ratio_table(rows),
         "The floor": floor and report.floor_table(floor),
         "Limits": report.bar_table(bars),
-        "Losses": rows and report.loss_table(losses),
+        "Losses": rows and report.loss_table(losses, late=late),
         "Variants": "\n".join(f"- {row.contender.name} {row.variant.name}: {row.variant.note}" for row in rows),
         "Failed": "\n".join(failed),
     }
