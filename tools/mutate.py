@@ -27,7 +27,6 @@ import argparse
 import ast
 import builtins
 import contextlib
-import gc
 import hashlib
 import json
 import mmap
@@ -47,8 +46,10 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "deepzero"
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.rewrite import PACKAGE, ROOT, functions, give_code, tree_of
+
 ROOMS = ("comm", "runtime/zero", "offload", "checkpoint")
 COMPILED = {
     "offload/adam_kernels.py",
@@ -227,7 +228,7 @@ def mutants() -> list[Mutant]:
     found: list[Mutant] = []
     for file in sources():
         mutator = Mutator(file)
-        mutator.visit(ast.parse((PACKAGE / file).read_text(encoding="utf-8")))
+        mutator.visit(tree_of(file))
         found += mutator.found
     return found
 
@@ -286,8 +287,7 @@ def instrument() -> tuple[mmap.mmap, list[tuple[str, int]]]:
     known: list[tuple[str, int]] = []
     codes = {}
     for file in sources():
-        tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
-        codes[str(PACKAGE / file)] = compile(Probes(file, known).visit(tree), str(PACKAGE / file), "exec")
+        codes[str(PACKAGE / file)] = compile(Probes(file, known).visit(tree_of(file)), str(PACKAGE / file), "exec")
     hits = mmap.mmap(-1, len(known))
     setattr(builtins, HITS, hits)
     read = SourceFileLoader.get_code
@@ -356,37 +356,10 @@ def make_map(work: Path, arguments: Sequence[str]) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _codes(code: types.CodeType) -> Iterator[tuple[tuple[str, int, str], types.CodeType]]:
-    yield (code.co_filename, code.co_firstlineno, code.co_name), code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-def functions() -> dict[str, list[types.FunctionType]]:
-    """Returns all functions that exist, by their file."""
-    gc.unfreeze()  # tests/conftest.py keeps what is imported out of the collector's sight
-    found: dict[str, list[types.FunctionType]] = {}
-    for candidate in gc.get_objects():
-        if type(candidate) is types.FunctionType:  # some objects answer isinstance by a warning
-            found.setdefault(candidate.__code__.co_filename, []).append(candidate)
-    gc.freeze()
-    return found
-
-
 def install(mutant: Mutant, found: dict[str, list[types.FunctionType]]) -> int:
     """Gives the functions of the mutant's file their new code; returns how many have changed."""
-    path = str(PACKAGE / mutant.file)
-    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
-    tree = ast.fix_missing_locations(Mutator(mutant.file, mutant.index).visit(tree))
-    new = dict(_codes(compile(tree, path, "exec")))
-    changed = 0
-    for function in found.get(path, ()):
-        code = new.get(next(_codes(function.__code__))[0])
-        if code is not None and code != function.__code__:
-            function.__code__ = code
-            changed += 1
-    return changed
+    tree, path = Mutator(mutant.file, mutant.index).visit(tree_of(mutant.file)), PACKAGE / mutant.file
+    return len(give_code(path, tree, found.get(str(path), ())))
 
 
 @dataclass
@@ -565,7 +538,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.pytest = rest
     args.work.mkdir(parents=True, exist_ok=True)
     os.chdir(ROOT)
-    sys.path.insert(0, str(ROOT))
     verbs: dict[str, Callable[[], int]] = {
         "map": lambda: make_map(args.work, args.pytest),
         "run": lambda: run(args.work, args),

@@ -27,10 +27,8 @@ import inspect
 import sys
 import tempfile
 import time
-import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -39,8 +37,8 @@ import torch
 
 from deepzero.comm import simulated_streams as simulation
 from deepzero.device import accelerator_of
+from tools.rewrite import PACKAGE, ROOT, rewritten, tree_of
 
-ROOT = Path(__file__).resolve().parents[1]
 VERBS = {"record", "wait", "synchronize", "finish"}
 HANDED = "__deepzero_handed__"
 LOOKING_ON = {"device.py", "comm/simulated_streams.py", "comm/happens_before.py"}
@@ -63,6 +61,8 @@ class Site:
     function: str
     words: str
     called: bool
+    statement: bool
+    """The call is a statement of its own."""
 
     def __str__(self) -> str:
         return f"{self.file} {self.function}: {self.words}"
@@ -71,25 +71,27 @@ class Site:
 class _Waits(ast.NodeTransformer):
     """Finds the waits of a file, and takes the one numbered ``target`` out; -1: all that are handed on say so."""
 
-    def __init__(self, file: str, target: int | None = None) -> None:
-        self.file, self.target, self.found = file, target, list[Site]()
+    def __init__(self, file: str, target: int | None = None, verbs: Collection[str] = VERBS) -> None:
+        self.file, self.target, self.verbs, self.found = file, target, verbs, list[Site]()
         self._path: list[str] = []
+        self._statement: ast.AST | None = None
 
     def visit(self, node: ast.AST) -> Any:
         named = isinstance(node, (ast.FunctionDef, ast.ClassDef))
         if named:
             self._path.append(node.name)  # type: ignore[attr-defined]
-        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in VERBS
-        handed = isinstance(node, ast.Attribute) and node.attr in VERBS and isinstance(node.ctx, ast.Load)
+        if isinstance(node, ast.Expr):
+            self._statement = node.value
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in self.verbs
+        handed = isinstance(node, ast.Attribute) and node.attr in self.verbs and isinstance(node.ctx, ast.Load)
         if not called and not handed:
             node = self.generic_visit(node)
         elif self._path:
             receiver = node.func if called else node  # type: ignore[attr-defined]
             receiver.value = self.visit(receiver.value)
-            words = " ".join(ast.unparse(node).split())[:100]
-            self.found.append(
-                Site(self.file, len(self.found), int(receiver.end_lineno), ".".join(self._path), words, called)
-            )
+            words, line = " ".join(ast.unparse(node).split())[:100], int(receiver.end_lineno)
+            place = (self.file, len(self.found), line, ".".join(self._path))
+            self.found.append(Site(*place, words, called, node is self._statement))
             if self.target == -1 and not called:
                 which = ast.parse(f"{HANDED}({len(self.found) - 1}, {self.file!r})", mode="eval").body
                 which.args.append(node)  # type: ignore[attr-defined]
@@ -102,45 +104,20 @@ class _Waits(ast.NodeTransformer):
         return node
 
 
-def sites() -> list[Site]:
-    """All waits of the package."""
+def sites(files: Iterable[str] | None = None, verbs: Collection[str] = VERBS) -> list[Site]:
+    """All waits of the package, or of some of its files."""
     found = []
-    for path in sorted((ROOT / "deepzero").rglob("*.py")):
-        file = path.relative_to(ROOT / "deepzero").as_posix()
+    for file in files or sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")):
         if file not in LOOKING_ON and not file.startswith(("compat/", "profiling/")):
-            waits = _Waits(file)
-            waits.visit(ast.parse(path.read_text("utf-8")))
+            waits = _Waits(file, verbs=verbs)
+            waits.visit(tree_of(file))
             found += waits.found
     return found
 
 
-def _codes(code: types.CodeType) -> Iterator[tuple[tuple[str, int], types.CodeType]]:
-    yield (code.co_name, code.co_firstlineno), code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-@contextlib.contextmanager
-def changed(file: str, target: int) -> Iterator[None]:
+def changed(file: str, target: int, verbs: Collection[str] = VERBS) -> contextlib.AbstractContextManager[None]:
     """Inside, every function of a file has what :class:`_Waits` has made of it."""
-    path = ROOT / "deepzero" / file
-    tree = _Waits(file, target).visit(ast.parse(path.read_text("utf-8")))
-    new = dict(_codes(compile(ast.fix_missing_locations(tree), str(path), "exec", dont_inherit=True)))
-    gc.unfreeze()
-    others = []
-    for function in [
-        f for f in gc.get_objects() if type(f) is types.FunctionType and f.__code__.co_filename == str(path)
-    ]:
-        code = new.get((function.__code__.co_name, function.__code__.co_firstlineno))
-        if code is not None and len(code.co_freevars) == len(function.__code__.co_freevars):
-            others.append((function, function.__code__))
-            function.__code__ = code
-    try:
-        yield
-    finally:
-        for function, code in others:
-            function.__code__ = code
+    return rewritten(file, _Waits(file, target, verbs).visit(tree_of(file)))
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
@@ -366,7 +343,7 @@ def passers(found: list[Site]) -> Iterator[set[Site]]:
     """Which sites are on the stack when something is ordered inside."""
     lines: dict[tuple[str, int], list[Site]] = {}
     for site in found:
-        lines.setdefault((str(ROOT / "deepzero" / site.file), site.line), []).append(site)
+        lines.setdefault((str(PACKAGE / site.file), site.line), []).append(site)
     passed: set[Site] = set()
     running: list[Site] = []
     numbered = {(site.number, site.file): site for site in found}

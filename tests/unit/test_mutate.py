@@ -1,10 +1,8 @@
 """The mutation run's own parts: what it changes, what it leaves alone, and that a change reaches the functions."""
 
-from __future__ import annotations  # the compiled source inherits it, as the package has it
-
 import ast
 
-from tools import mutate
+from tools import mutate, rewrite
 
 SOURCE = '''
 LIMIT = 3
@@ -62,11 +60,11 @@ def test_each_differs_in_one_place():
 
 
 def test_a_mutant_reaches_the_functions_that_exist(tmp_path, monkeypatch):
-    monkeypatch.setattr(mutate, "PACKAGE", tmp_path)
+    monkeypatch.setattr(mutate, "PACKAGE", tmp_path), monkeypatch.setattr(rewrite, "PACKAGE", tmp_path)
     path = tmp_path / "a.py"
     path.write_text(SOURCE, encoding="utf-8")
     names = {}
-    exec(compile(SOURCE, str(path), "exec"), names)
+    exec(compile(SOURCE, str(path), "exec", dont_inherit=True), names)
     count = names["count"]
     assert count([2, 3], []) == 3
     mutants = {mutant.operator: mutant for mutant in found()[0] if mutant.line == 10}
