@@ -271,24 +271,6 @@ def room_for(folder: Path, what: str, needed_bytes: int, advice: str) -> None:
         raise CheckpointError(f"{folder}: {what} {sizes}; make room, or {advice}")
 
 
-# ---- the lock --------------------------------------------------------------------------------------------------------
-#
-# A lock belongs to an open file, however many handles there are of it: each holder has one, and the last ends the lock.
-
-_HELD: dict[int, str] = {}
-"""Handle → the folder's real path, for all engines of this process."""
-
-
-def _handles(folder: Path) -> list[int]:
-    real = os.path.realpath(folder)
-    return [handle for handle, held in _HELD.items() if held == real]
-
-
-def holds(folder: Path) -> bool:
-    """Whether this process has the right to write in ``folder``."""
-    return bool(_handles(folder))
-
-
 def is_open(path: Path) -> bool:
     """Whether this process has a file or folder open: what a save writes to is, and all engines see it."""
     for handle in map(int, os.listdir("/dev/fd")):
@@ -298,52 +280,73 @@ def is_open(path: Path) -> bool:
     return False
 
 
-def acquire(folder: Path) -> None:
-    """Make the folder, and take the right to write in it, as often as somebody of this process wants it.
+# ---- the lock --------------------------------------------------------------------------------------------------------
 
-    Raises:
-        CheckpointError: another process has it, or the folder cannot be written to.
+
+class FolderLocks:
+    """The right to write in folders, as often as somebody of this process has taken it.
+
+    A lock belongs to an open file, however many handles there are of it: each holder has one, and the last ends the
+    lock.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if held := _handles(folder):
-            _HELD[os.dup(held[0])] = _HELD[held[0]]
-            return
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise CheckpointError(f"cannot write to {folder}: {error.strerror}; choose another folder") from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(handle, 200).decode("utf-8", "replace").strip() or "unknown"
-        os.close(handle)
-        raise CheckpointError(
-            f"another run writes to {folder} ({holder}); stop it, or let this one save to another folder"
-        ) from None
-    except OSError:
-        pass  # a file system without locks: writing goes on as it would without this check
-    try:
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    except OSError:  # no room for the words: nothing of us stays
-        (folder / LOCK).unlink(missing_ok=True)
-        os.close(handle)
-        raise
-    _HELD[handle] = os.path.realpath(folder)
+
+    def __init__(self) -> None:
+        self._held: dict[int, str] = {}  # handle → the folder's real path
+        os.register_at_fork(after_in_child=self._close_all)
+
+    def _handles(self, folder: Path) -> list[int]:
+        real = os.path.realpath(folder)
+        return [handle for handle, held in self._held.items() if held == real]
+
+    def holds(self, folder: Path) -> bool:
+        """Whether this process has the right to write in ``folder``."""
+        return bool(self._handles(folder))
+
+    def acquire(self, folder: Path) -> None:
+        """Make the folder, and take the right to write in it.
+
+        Raises:
+            CheckpointError: another process has it, or the folder cannot be written to.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if held := self._handles(folder):
+                self._held[os.dup(held[0])] = self._held[held[0]]
+                return
+            handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {folder}: {error.strerror}; choose another folder") from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(handle, 200).decode("utf-8", "replace").strip() or "unknown"
+            os.close(handle)
+            raise CheckpointError(
+                f"another run writes to {folder} ({holder}); stop it, or let this one save to another folder"
+            ) from None
+        except OSError:
+            pass  # a file system without locks: writing goes on as it would without this check
+        try:
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        except OSError:  # no room for the words: nothing of us stays
+            (folder / LOCK).unlink(missing_ok=True)
+            os.close(handle)
+            raise
+        self._held[handle] = os.path.realpath(folder)
+
+    def release(self, folder: Path) -> None:
+        """Give the right back, once for each :meth:`acquire`."""
+        for handle in self._handles(folder)[:1]:
+            del self._held[handle]
+            os.close(handle)
+
+    def _close_all(self) -> None:
+        """In a forked child: the lock is the open file's, so that the child would keep it when its parent is gone."""
+        for handle in self._held:
+            os.close(handle)
+        self._held.clear()
 
 
-def release(folder: Path) -> None:
-    """Give the right back, once for each :func:`acquire`."""
-    for handle in _handles(folder)[:1]:
-        del _HELD[handle]
-        os.close(handle)
-
-
-def _close_locks() -> None:
-    """In a forked child: the lock is the open file's, so that the child would keep it when its parent is gone."""
-    for handle in _HELD:
-        os.close(handle)
-    _HELD.clear()
-
-
-os.register_at_fork(after_in_child=_close_locks)
+_OF_THIS_PROCESS = FolderLocks()
+acquire, release, holds = _OF_THIS_PROCESS.acquire, _OF_THIS_PROCESS.release, _OF_THIS_PROCESS.holds

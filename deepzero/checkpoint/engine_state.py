@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from deepzero.checkpoint.errors import CheckpointError
+from deepzero.checkpoint.manifest import PARAMETER
+from deepzero.checkpoint.shard_file import Entry
 from deepzero.comm.collectives import Communicator
-from deepzero.layout import Fragment
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 
@@ -79,11 +80,12 @@ class EngineState:
                 name = plain_name(group.names[fragment.slot.index])
                 yield StateRun(name, fragment.start, fragment.numel, master, first, group.per_tensor)
 
-    def frozen_runs(self) -> Iterator[tuple[str, Fragment, torch.Tensor]]:
-        """(name, piece, this rank's elements) of partitioned parameters that are not trained."""
+    def frozen_runs(self) -> Iterator[Entry]:
+        """This rank's elements of partitioned parameters that are not trained."""
         for group in self.frozen:
             for fragment in group.fragments:
-                yield plain_name(group.names[fragment.slot.index]), fragment, group.param_fragment(fragment)
+                name = plain_name(group.names[fragment.slot.index])
+                yield Entry(PARAMETER, name, fragment.start, group.param_fragment(fragment))
 
     def optimizer_state(self, run: StateRun) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """What the optimizer keeps for each element, of the master's shape; and for a parameter as a whole.

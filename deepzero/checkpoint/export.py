@@ -40,7 +40,8 @@ from deepzero.checkpoint.engine_state import EngineState
 from deepzero.checkpoint.errors import CheckpointError, naming, own_words, together
 from deepzero.checkpoint.json_codec import DTYPES, ITEMSIZE, TORCH_DTYPES
 from deepzero.checkpoint.manifest import BUFFER, COMMIT, LATEST, MANIFEST
-from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, read_own
+from deepzero.checkpoint.reader import CheckpointReader, read_own
+from deepzero.checkpoint.shard_file import Entry
 from deepzero.comm import process_group
 from deepzero.durable import Flushes, flush_folder, flush_parents, write_whole
 from deepzero.runtime.zero.partition_parameters import GatheredParameters
@@ -363,7 +364,7 @@ def export(
                 _, stored = reader.extent(key, name) or (0, None)
                 piece = torch.empty(stop - start, dtype=stored)
                 with naming(lambda: complete_beside(path.parent, path.name)):
-                    reader.read([ReadRequest(key, name, start, piece)])
+                    reader.read([Entry(key, name, start, piece)])
                 yield convert(piece, plan)
 
     names = write_model(Path(out), files, values(), MODEL_FILE, force, extra)

@@ -26,14 +26,13 @@ from deepzero.checkpoint.engine_state import EngineState, class_name, flat, plai
 from deepzero.checkpoint.errors import CheckpointError, NoCheckpoint, OtherModel, naming, reason, together
 from deepzero.checkpoint.json_codec import TORCH_DTYPES, decode, tensor_names
 from deepzero.checkpoint.manifest import BUFFER, MASTER, PARAMETER, RNG, ParameterInfo, buffer_key, listed
-from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, read_own, remaining
+from deepzero.checkpoint.reader import CheckpointReader, read_own, remaining
+from deepzero.checkpoint.shard_file import Entry
 from deepzero.comm import process_group
-from deepzero.layout import Bucket, ParamSlot
-from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 
 log = logging.getLogger(__name__)
 
-ALL_GATHER, BROADCAST = "checkpoint.all_gather", "checkpoint.broadcast"
+BROADCAST = "checkpoint.broadcast"
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "per_tensor"}
 """An optimizer's settings that choose a kernel or a layout, and no result: the run's own stay."""
@@ -202,23 +201,20 @@ class Loader:
                         self.reader.check(file, remaining(info.blocks, read))
         self._complete()
 
-    def _wanted(self) -> Iterator[ReadRequest]:
+    def _wanted(self) -> Iterator[Entry]:
+        groups = self.holdings.trained()
         for run in self.holdings.runs():
-            if run.name not in self._absent:
-                stored, key = self._stored_as[run.name], self._info(run.name).values_key
-                yield ReadRequest(key, stored, run.start, run.cut(run.master))
-                for key, moment in self._moments(run.name, run.master).items():
-                    yield ReadRequest(key, stored, run.start, run.cut(moment))
-        for name, fragment, shard in self.holdings.frozen_runs():
-            if name not in self._absent:
-                yield ReadRequest(self._info(name).values_key, self._stored_as[name], fragment.start, shard)
-        replicated, readers = self._replicated()
-        for label, (key, name, tensor) in replicated.items():
-            if readers[label] == self._rank:
-                yield ReadRequest(key, name, 0, tensor)
+            if run.name not in self._absent and not groups[run.name].whole:
+                for key, tensor in self._states(run.name, run.master).items():
+                    yield Entry(key, self._stored_as[run.name], run.start, run.cut(tensor))
+        for entry in self.holdings.frozen_runs():
+            if entry.name not in self._absent:
+                key, stored = self._info(entry.name).values_key, self._stored_as[entry.name]
+                yield Entry(key, stored, entry.start, entry.tensor)
+        yield from (entry for entry, reader in self._replicated() if reader == self._rank)
         yield from self._generators()
 
-    def _generators(self) -> Iterator[ReadRequest]:
+    def _generators(self) -> Iterator[Entry]:
         """This rank's, kept until :meth:`restore_rng`."""
         comm = self.holdings.comm
         if self.manifest.world_size != comm.world_size or not self.optimizer:
@@ -233,68 +229,52 @@ class Loader:
                     f"take: {extent[0]} x {extent[1]}, not {now.numel()} x {now.dtype}"
                 )
             self._rng[name] = torch.empty_like(now)
-            yield ReadRequest(RNG, stored, 0, self._rng[name])
+            yield Entry(RNG, stored, 0, self._rng[name])
 
-    def _moments(self, name: str, master: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is stored of the optimizer's state, and where it goes; made where the optimizer has none yet."""
+    def _states(self, name: str, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is stored of a trained parameter, and where it goes; made where the optimizer has no such state yet.
+
+        It is what the manifest names, **not** what this rank's optimizer holds, which may be state for the parameters
+        of its own runs only: in stage 0 ranks have to launch the same collectives.
+        """
         info = self._info(name)
-        if not self.optimizer or not info.trained:
-            return {}
-        state = self.holdings.optimizer.state[master]
-        moments = {key: dtype for key, dtype in info.tensors.items() if key != MASTER}
-        for key, dtype in moments.items():
-            if key not in state:
-                state[key] = torch.zeros_like(master, dtype=TORCH_DTYPES[dtype], requires_grad=False)
-            state[key] = state[key].contiguous()
-        return {key: state[key] for key in moments}
+        found = {info.values_key: master}
+        for key, dtype in info.tensors.items() if self.optimizer and info.trained else ():
+            if key != MASTER:
+                state = self.holdings.optimizer.state[master]
+                if key not in state:
+                    state[key] = torch.zeros_like(master, dtype=TORCH_DTYPES[dtype], requires_grad=False)
+                found[key] = state[key] = state[key].contiguous()
+        return found
 
     # ---- 4 complete --------------------------------------------------------------------------------------------------
 
-    def _replicated(self) -> tuple[dict[str, tuple[str, str, torch.Tensor]], dict[str, int]]:
-        """What all ranks hold alike, by a label: (key, stored name, tensor); and the rank that reads it."""
-        found = {}
-        for name, tensor in self.holdings.replicated().items():
-            if name not in self._absent and tensor.numel():
-                found[f"parameter {name}"] = self._info(name).values_key, self._stored_as[name], flat(tensor)
-        for name, tensor in self.holdings.buffers().items():
-            if name not in self._absent and tensor.numel():
-                found[f"buffer {name}"] = BUFFER, name, flat(tensor)
-        return found, self.holdings.shares({label: tensor.nbytes for label, (_, _, tensor) in found.items()})
+    def _replicated(self) -> list[tuple[Entry, int]]:
+        """What all ranks hold alike, in stage 0 all there is, and for each the rank that reads it for the others."""
+        here, found = self.holdings, list[Entry]()
+        for group in here.groups:
+            for index, master in here.masters(group).items() if group.whole else ():
+                if (name := plain_name(group.names[index])) not in self._absent:
+                    states = self._states(name, master).items()
+                    found += [Entry(key, self._stored_as[name], 0, flat(tensor)) for key, tensor in states]
+        for name, tensor in here.replicated().items():
+            if name not in self._absent:
+                found.append(Entry(self._info(name).values_key, self._stored_as[name], 0, flat(tensor)))
+        found += [Entry(BUFFER, name, 0, flat(t)) for name, t in here.buffers().items() if name not in self._absent]
+        sizes = {f"{entry.key}/{entry.name}": entry.tensor.nbytes for entry in found}
+        readers = here.shares(sizes)
+        return [(entry, readers[f"{entry.key}/{entry.name}"]) for entry in found if entry.tensor.numel()]
 
     def _complete(self) -> None:
         """Hand round what one rank has read for all. A collective."""
         comm = self.holdings.comm
-        replicated, readers = self._replicated()
-        for label, (_, _, tensor) in replicated.items():
-            comm.broadcast(BROADCAST, tensor.view(torch.uint8), readers[label])
+        for entry, reader in self._replicated():
+            comm.broadcast(BROADCAST, entry.tensor.view(torch.uint8), reader)
         if self.manifest.world_size == comm.world_size:
             key = buffer_key(self._rank)  # buffers that were another on this rank than on rank 0
             own = [(name, tensor) for name, tensor in self.holdings.buffers().items() if self.reader.extent(key, name)]
             with together():
-                self.reader.read([ReadRequest(key, name, 0, flat(tensor)) for name, tensor in own])
-        for group in self.holdings.groups:
-            for bucket in group.layout.buckets if group.whole and comm.world_size > 1 else ():
-                self._gather(group, bucket)
-
-    def _gather(self, group: ParamGroup, bucket: Bucket) -> None:
-        """Stage 0: every rank has read a W-th part of each master and moment, and needs all."""
-        masters = self.holdings.masters(group)
-        # By key, from what the manifest says, **not** from what this rank's optimizer holds: it may hold state for the
-        # parameters of its own runs only, and the ranks would not launch the same collectives.
-        by_key: dict[str, list[tuple[ParamSlot, torch.Tensor]]] = {}
-        for slot in bucket.slots:
-            name = plain_name(group.names[slot.index])
-            if slot.numel and name not in self._absent:
-                master = masters[slot.index]
-                for key, tensor in {MASTER: master, **self._moments(name, master)}.items():
-                    by_key.setdefault(key, []).append((slot, flat(tensor)))
-        for values in by_key.values():
-            whole = values[0][1].new_empty(bucket.numel)
-            for slot, value in values:
-                whole[slot.offset - bucket.offset :][: slot.numel].copy_(value)
-            self.holdings.comm.all_gather(ALL_GATHER, whole, 0, f"bucket {bucket.index}").wait()
-            for slot, value in values:
-                value.copy_(whole[slot.offset - bucket.offset :][: slot.numel])
+                self.reader.read([Entry(key, name, 0, flat(tensor)) for name, tensor in own])
 
     # ---- 5 apply -----------------------------------------------------------------------------------------------------
 
@@ -302,7 +282,7 @@ class Loader:
         """Numbers that the optimizer keeps for each parameter, and the hyper-parameters of its groups."""
         optimizer = self.holdings.optimizer
         for group in self.holdings.groups:
-            # Every master of this rank: in stage 0 all of them, though each was read in parts.
+            # Every master of this rank: in stage 0 all of them, whoever has read them.
             for index, master in self.holdings.masters(group).items():
                 name = plain_name(group.names[index])
                 if name not in self._absent and self._info(name).trained:

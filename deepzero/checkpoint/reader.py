@@ -25,21 +25,12 @@ from deepzero.checkpoint.checkpoint_dir import find, read_manifest
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.json_codec import ITEMSIZE, TORCH_DTYPES, decode, tensor_names
 from deepzero.checkpoint.manifest import CLIENT, Manifest, Row, ShardInfo, listed
+from deepzero.checkpoint.shard_file import Entry
 
 READ_BYTES = 8 << 20
 
 Run = tuple[int, int]
 """Blocks of a file: the first, and one past the last."""
-
-
-@dataclass(frozen=True)
-class ReadRequest:
-    """Elements that somebody wants: ``into``, 1-D, gets ``start … start + numel``, converted to its dtype."""
-
-    key: str
-    name: str
-    start: int
-    into: torch.Tensor
 
 
 class CheckpointReader:
@@ -65,7 +56,7 @@ class CheckpointReader:
         rows = [row for row, _ in self._rows.get((key, name), ())]
         return (sum(row.numel for row in rows), TORCH_DTYPES[rows[0].dtype]) if rows else None
 
-    def read(self, wanted: Iterable[ReadRequest]) -> dict[str, list[Run]]:
+    def read(self, wanted: Iterable[Entry]) -> dict[str, list[Run]]:
         """Fill what is wanted; returns the runs of blocks that were read, by file.
 
         Raises:
@@ -73,13 +64,13 @@ class CheckpointReader:
         """
         found: dict[str, list[tuple[Row, torch.Tensor]]] = {}
         for want in wanted:
-            cursor, end = want.start, want.start + want.into.numel()
+            cursor, end = want.start, want.start + want.tensor.numel()
             for row, file in self._rows.get((want.key, want.name), ()):
                 stop = min(end, row.start + row.numel)
                 if row.start <= cursor < stop:
                     offset = row.offset + (cursor - row.start) * ITEMSIZE[row.dtype]
                     part = dataclasses.replace(row, start=cursor, numel=stop - cursor, offset=offset)
-                    found.setdefault(file, []).append((part, want.into[cursor - want.start : stop - want.start]))
+                    found.setdefault(file, []).append((part, want.tensor[cursor - want.start : stop - want.start]))
                     cursor = stop
             if cursor < end:
                 raise CheckpointError(
@@ -99,7 +90,7 @@ class CheckpointReader:
         for name in tensor_names(encoded):
             numel, dtype = self.extent(CLIENT, name) or (0, torch.float32)
             tensors[name] = torch.empty(numel, dtype=dtype)
-        self.read([ReadRequest(CLIENT, name, 0, tensor) for name, tensor in tensors.items()])
+        self.read([Entry(CLIENT, name, 0, tensor) for name, tensor in tensors.items()])
         return decode(encoded, tensors)
 
 

@@ -136,11 +136,11 @@ def _trained(holdings: EngineState, own: dict[str, torch.Tensor]) -> tuple[list[
 
 
 def _untrained(holdings: EngineState) -> list[Entry]:
-    entries = [Entry(PARAMETER, name, piece.start, shard) for name, piece, shard in holdings.frozen_runs()]
     whole = {name: tensor for name, tensor in holdings.replicated().items() if tensor.numel()}
     owner = holdings.shares({name: tensor.nbytes for name, tensor in whole.items()})
     mine = [name for name in whole if owner[name] == holdings.comm.rank]
-    return entries + [Entry(PARAMETER, name, 0, whole[name].detach().contiguous().reshape(-1)) for name in mine]
+    entries = (Entry(PARAMETER, name, 0, whole[name].detach().contiguous().reshape(-1)) for name in mine)
+    return [*holdings.frozen_runs(), *entries]
 
 
 def _buffers(holdings: EngineState) -> list[Entry]:

@@ -51,7 +51,11 @@ def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: d
 
 @dataclass(frozen=True)
 class Entry:
-    """A run of elements on its way into a shard: 1-D and contiguous."""
+    """A run of elements on its way into a shard, or out of one.
+
+    In the tensor that is stored under ``key`` and ``name`` it begins at ``start``. Here it is 1-D and contiguous; what
+    is read is converted to its dtype.
+    """
 
     key: str
     name: str

@@ -27,7 +27,8 @@ from deepzero.checkpoint.checkpoint_dir import SCRIPT, is_complete
 from deepzero.checkpoint.errors import CheckpointError, RanksDisagree, together
 from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, INDEX_SUFFIX, MODEL_FILE, PRECISIONS, export
 from deepzero.checkpoint.manifest import BUFFER, listed
-from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, read_own
+from deepzero.checkpoint.reader import CheckpointReader, read_own
+from deepzero.checkpoint.shard_file import Entry
 from deepzero.comm import process_group
 from deepzero.compat import deepspeed_checkpoint
 from deepzero.compat.log import logger
@@ -61,7 +62,7 @@ class LazyTensor:
     def contiguous(self) -> torch.Tensor:
         """The values, on the CPU."""
         values = torch.empty(self.shape, dtype=self.dtype)
-        self.reader.read([ReadRequest(self.key, self.name, 0, values.view(-1))])
+        self.reader.read([Entry(self.key, self.name, 0, values.view(-1))])
         return values
 
 

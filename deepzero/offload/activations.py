@@ -33,7 +33,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
-from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats, PendingCopy, bytes_of_storage
+from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats, Transfer, bytes_of_storage
 from deepzero.offload.pinned_arena import HostArena, PageLockError, Region
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.zero.partition_parameters import ZeroParameter
@@ -61,7 +61,7 @@ class HostBuffers:
     def __init__(self, device: torch.device, pin: bool, poison: bool) -> None:
         self.device, self.pin, self.poison = device, pin, poison
         # By size: buffers, each with the copies that it was used for last.
-        self._free: dict[int, list[tuple[torch.Tensor, list[PendingCopy]]]] = {}
+        self._free: dict[int, list[tuple[torch.Tensor, list[Transfer]]]] = {}
         self._arenas: dict[int, HostArena] = {}
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ class HostBuffers:
                 self._arenas.pop(buffer.data_ptr()).close()
             self._free.clear()
 
-    def give(self, buffer: torch.Tensor, copies: list[PendingCopy]) -> None:
+    def give(self, buffer: torch.Tensor, copies: list[Transfer]) -> None:
         """Nobody needs what is in it. ``copies`` are done, or come before the next one in the streams' order."""
         self._free.setdefault(buffer.numel(), []).append((buffer, copies))
 
@@ -125,7 +125,7 @@ class Parked:
         self.flat: torch.Tensor | None = None
         # The backward pass that has used it, or for which it has been fetched ahead.
         self.asked_by = -1
-        self.copies: list[PendingCopy] = []  # down, and up
+        self.copies: list[Transfer] = []  # down, and up
         weakref.finalize(self, buffers.give, self.host, self.copies).atexit = False
 
 
@@ -158,9 +158,9 @@ class HostActivations:
         self._serials = itertools.count()
         # By the storage's identity.
         self._parked: weakref.WeakValueDictionary[int, Parked] = weakref.WeakValueDictionary()
-        self._leaving: deque[tuple[torch.Tensor, Parked, PendingCopy]] = deque()
+        self._leaving: deque[tuple[torch.Tensor, Parked, Transfer]] = deque()
         # Fetched ahead, by serial: nobody has asked for them yet.
-        self._ahead: dict[int, tuple[torch.Tensor, PendingCopy]] = {}
+        self._ahead: dict[int, tuple[torch.Tensor, Transfer]] = {}
         # Packed last, and fetched last.
         self._last: weakref.ref[Parked] | None = None
         self._used: weakref.ref[Parked] | None = None
@@ -249,7 +249,7 @@ class HostActivations:
         task = torch._C._current_graph_task_id()
         here = parked.here() if parked.here is not None else None
         ahead = self._ahead.pop(parked.serial, None)
-        copy: PendingCopy | None = None
+        copy: Transfer | None = None
         if here is None:
             here, copy = ahead if ahead is not None else self._launch(parked)
             parked.here = TensorWeakRef(here)
@@ -266,7 +266,7 @@ class HostActivations:
             copy.wait()  # behind the launch of the next one, which travels meanwhile
         return here
 
-    def _launch(self, parked: Parked) -> tuple[torch.Tensor, PendingCopy]:
+    def _launch(self, parked: Parked) -> tuple[torch.Tensor, Transfer]:
         flat = torch.empty(parked.nbytes, dtype=torch.uint8, device=self.wire.device)
         parked.copies.append(self.wire.to_device(ACTIVATIONS_TO_DEVICE, flat, parked.host))
         return flat, parked.copies[-1]

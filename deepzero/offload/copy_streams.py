@@ -100,11 +100,21 @@ class Transfer:
         """Whether nothing is left to do, as far as the program knows."""
         raise NotImplementedError
 
+    @contextlib.contextmanager
+    def afterwards(self, alone: bool = False) -> Iterator[None]:
+        """What is issued inside comes after the transfer: on its own stream, or, without one, after its end.
+
+        ``alone``: nothing is issued, as there is only one rank; so the transfer may still be put off.
+        """
+        if not alone:
+            self.finish()
+        yield
+
 
 class PendingCopy(Transfer):
-    """A copy under way. Source and destination belong to it until :meth:`wait` or :meth:`finish` has returned.
+    """A copy under way. ``stream`` is the one on which it was launched, None without a GPU.
 
-    ``stream`` is the one on which it was launched, None without a GPU; ``put_off`` makes a copy that has not begun.
+    ``put_off`` makes a copy that has not begun.
     """
 
     def __init__(
@@ -137,13 +147,8 @@ class PendingCopy(Transfer):
 
     @contextlib.contextmanager
     def afterwards(self, alone: bool = False) -> Iterator[None]:
-        """What is issued inside comes after the copy, on the copy's own stream; without streams, after its end.
-
-        ``alone``: nothing is issued, as there is only one rank; so the copy may still be put off.
-        """
-        if self._stream is None and not alone:
-            self.finish()
-        with self._stream.running() if self._stream is not None else contextlib.nullcontext():
+        """As :meth:`Transfer.afterwards`."""
+        with self._stream.running() if self._stream is not None else super().afterwards(alone):
             yield
 
     def finish(self) -> None:
@@ -194,7 +199,7 @@ class HostDeviceCopier:
 
     def to_host(
         self, kind: str, host: torch.Tensor, source: torch.Tensor, padding: int = 0, where: str = ""
-    ) -> PendingCopy:
+    ) -> Transfer:
         """Launch ``host.copy_(source)``: when the current stream is done with ``source``, on the stream downwards.
 
         Both are 1-D and of one dtype: a conversion would go through fresh memory. ``kind`` is the ledger's name for the
@@ -204,7 +209,7 @@ class HostDeviceCopier:
 
     def to_device(
         self, kind: str, target: torch.Tensor, host: torch.Tensor, padding: int = 0, where: str = ""
-    ) -> PendingCopy:
+    ) -> Transfer:
         """Launch ``target.copy_(host)``, when the current stream is done with ``target``; as :meth:`to_host`."""
         while self._reading and self._reading[0].is_over():
             self._reading.popleft()
@@ -216,6 +221,10 @@ class HostDeviceCopier:
         for copy in self._reading:
             copy.finish()
         self._reading.clear()
+
+    def close_step(self) -> None:
+        """An optimizer step is complete."""
+        self.meter.close_step()
 
     def _launch(
         self, way: str, kind: str, target: torch.Tensor, source: torch.Tensor, padding: int, where: str

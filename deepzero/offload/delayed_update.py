@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import ADAM
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.optimizer_offload import HostOptimizerShard, bytes_of_step, cpu_threads
@@ -39,19 +38,12 @@ class DelayedOptimizerShard(HostOptimizerShard):
 
     Its optimizer has to be :class:`CPUAdam`: the thread steps with a twin of it that has the settings of the hand-over,
     whatever a schedule does to the original meanwhile.
-
-    Raises:
-        ConfigError: another optimizer.
     """
+
+    optimizer: CPUAdam
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
-        if not isinstance(self.optimizer, CPUAdam):
-            raise ConfigError(
-                f"zero.offload_optimizer.delayed_update steps in a thread of its own, with CPUAdam alone, and the "
-                f"optimizer is {type(self.optimizer).__name__}; choose CPUAdam (Adam or AdamW in the config), or "
-                "switch delayed_update off"
-            )
         self.steps = 0
         self.update_pending = False
         # What the thread will have moved, in bytes and seconds; None: no thread runs.
@@ -77,7 +69,7 @@ class DelayedOptimizerShard(HostOptimizerShard):
         if self.steps <= self.host.settings.delay_after_steps:
             super()._step_on_host(divisor)
             return
-        twin: CPUAdam = self.optimizer.twin()  # type: ignore[attr-defined]
+        twin = self.optimizer.twin()
         # The next sums go into the other copy; the thread keeps its own views of these.
         grads = [[self.grads[master] for master in upload.masters] for upload in self.uploads]
         self.gradients.swap()

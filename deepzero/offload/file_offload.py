@@ -1,16 +1,20 @@
 """ZeRO-Infinity's third tier: optimizer states in files, which come into host memory bucket by bucket.
 
 What ``optimizer_offload.py`` keeps in host memory, masters, moments and reduced gradients, lies in a file of this
-rank's (``file_store.py``); host memory has buffers alone. The device sees no difference::
+rank's (``file_store.py``), and with ``offload_param`` so do parameters; host memory has buffers alone. The device sees
+no difference::
 
+    1 fetch            parameters are read ahead in the last step's order, and go up from a buffer
     3 gradient ready   a sum comes down into a slot's buffer, and goes on to the file; to be added to, it comes back
     5 step             while the CPU steps on a bucket, the next one is read, and the one before it is written
 
     disk    | read 0 | read 1    | write 0, read 2 | write 1, read 3 | ...
     CPU              | step on 0 | step on 1       | step on 2       | ...
 
-Masters and the optimizer's state are views of the file's mapping. For the time of a bucket's step they are views of the
-buffer that has it; afterwards they are what they were, and whoever reads them finds what was written.
+Two objects take the place of the host's: :class:`FileWire` moves a bucket between the device and a file in the two
+verbs of a copy, and :class:`FileOptimizerShard` steps on buckets that are in memory for a while. Masters and the
+optimizer's state are views of the file's mapping. For the time of a bucket's step they are views of the buffer that
+has it; afterwards they are what they were, and whoever reads them finds what was written.
 
 Source: [ZeRO-Infinity], sections 5.1.1 and 6.2; ``runtime/swap_tensor/pipelined_optimizer_swapper.py`` in [DeepSpeed].
 """
@@ -20,39 +24,39 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from deepzero.comm.chaos import storage_ptr_of
-from deepzero.comm.collectives import Communicator
-from deepzero.config.strict import ConfigError
-from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
-from deepzero.layout import Bucket, OffloadPlan
-from deepzero.offload.copy_streams import HostDeviceCopier, Transfer
+from deepzero.config.zero import ZeroConfig
+from deepzero.layout import OffloadPlan
+from deepzero.offload.copy_streams import SUMS_TO_DEVICE, HostDeviceCopier, Transfer
 from deepzero.offload.cpu_adam import MOMENTS as MOMENT_NAMES
-from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.offload.file_store import BLOCK, FILE_FETCH, FILE_FETCH_BETWEEN_STEPS, FileStore
+from deepzero.offload.file_store import (
+    FILE_FETCH,
+    FILE_FETCH_BETWEEN_STEPS,
+    FILE_READ,
+    FILE_WRITE,
+    FileStore,
+    FileTransfer,
+    in_blocks,
+)
 from deepzero.offload.optimizer_offload import (
     GRADIENTS,
     MOMENTS,
     STAGING,
-    HostAllGather,
     HostGradients,
     HostOptimizerShard,
     HostParamUpload,
-    Offload,
-    StagingSlot,
+    StagingBuffer,
 )
-from deepzero.offload.pinned_arena import Region, describe_bytes
-from deepzero.runtime.optimizer_state import allocate_state
-from deepzero.runtime.zero.optimizer_shard import OptimizerShard
-from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
+from deepzero.offload.pinned_arena import HostArena, Region
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS
-from deepzero.runtime.zero.stage_1_and_2 import HOST_MASTERS, HostAllocator, ParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import HOST_MASTERS
 
 STATES = 4
 """Of a bucket, as ``buffer_count`` counts: master, two moments, gradient."""
@@ -61,218 +65,166 @@ STATES = 4
 # ---- 0 build: the plan -----------------------------------------------------------------------------------------------
 
 
-def open_stores(
-    regions: Sequence[Region], optimizer: OffloadOptimizerConfig, param: OffloadParamConfig, device: torch.device
-) -> Iterator[tuple[FileStore, list[str]]]:
-    """Make the files, one after the other, with the categories of ``regions`` that lie in each.
-
-    Raises:
-        ConfigError: one cannot be made.
-    """
-    for settings, categories in files_of(optimizer, param):
-        mine = [region for region in regions if region.category in categories]
-        yield FileStore(f"{settings.where}.nvme_path", settings.nvme_path or "", mine, device), categories
+FILED = {
+    HOST_MASTERS: "offload_optimizer", MOMENTS: "offload_optimizer", GRADIENTS: "offload_optimizer",
+    HOST_PARAMETERS: "offload_param",
+}  # fmt: skip
+"""What of the arena's plan may lie in files instead, by category; and which block of settings says so, and where."""
 
 
-def files_of(
-    optimizer: OffloadOptimizerConfig, param: OffloadParamConfig
-) -> list[tuple[OffloadOptimizerConfig | OffloadParamConfig, list[str]]]:
-    """What of the arena's plan lies in files instead: whose settings say where, and by category."""
-    both: list[tuple[OffloadOptimizerConfig | OffloadParamConfig, list[str]]] = [
-        (optimizer, [HOST_MASTERS, MOMENTS, GRADIENTS]), (param, [HOST_PARAMETERS])
-    ]  # fmt: skip
-    return [(settings, categories) for settings, categories in both if settings.device == "nvme"]
+def in_files(zero: ZeroConfig) -> set[str]:
+    """The categories that do."""
+    return {category for category, block in FILED.items() if getattr(zero, block).device == "nvme"}
 
 
-def check_optimizer(settings: OffloadOptimizerConfig, optimizer: torch.optim.Optimizer) -> None:
-    """Raise a ConfigError where files are asked for, and ``optimizer`` does not step bucket by bucket."""
-    if settings.device == "nvme" and not isinstance(optimizer, CPUAdam):
-        raise ConfigError(
-            f"zero.offload_optimizer.device='nvme' steps bucket by bucket, with CPUAdam alone, and the optimizer is "
-            f"{type(optimizer).__name__}; choose CPUAdam (Adam or AdamW in the config), or device=cpu"
+class FileBuffers(NamedTuple):
+    """What the arena holds for what lies in files, before anything else in it: so each buffer begins at a block."""
+
+    sums: list[Region]  # one for each slot of the reducer's
+    buckets: list[Region]  # one for each bucket that is in memory at a time for its step
+    fetches: list[Region]  # one for each bucket whose parameters are between the file and the device
+
+    @classmethod
+    def plan(
+        cls,
+        zero: ZeroConfig,
+        placements: Sequence[tuple[OffloadPlan, bool]],
+        sums: HostGradients | None,
+        compute: torch.dtype,
+        accumulation: torch.dtype,
+    ) -> FileBuffers:
+        """``placements`` of all groups, and whether they are partitioned.
+
+        Raises:
+            ConfigError: the part of a bucket of parameters is larger than ``buffer_size``.
+        """
+        optimizer, param = zero.offload_optimizer, zero.offload_param
+        states, params = optimizer.device == "nvme", param.device == "nvme"
+        stepped = [b.shard_numel for p, _ in placements if p.trained for b in p.layout.buckets if p.steps_on_host(b)]
+        kept = [b.shard_numel for p, parted in placements if parted for b in p.layout.buckets if p.keeps_on_host(b)]
+        kept = kept if params else []
+        if kept:
+            rule = f"a bucket has {max(kept)} elements on a rank; raise it, or lower zero.reduce_bucket_size"
+            param.need(max(kept) <= param.buffer_size, "buffer_size", rule)
+        # Bytes of an element that a step has of what lies in files. Master and moments are fp32; the gradient is a sum;
+        # fp32 parameters are their own masters, where both lie there.
+        size = states * (4 * (1 + len(MOMENT_NAMES)) + accumulation.itemsize)
+        size += compute.itemsize * (params and not (states and compute == torch.float32))
+
+        def buffers(count: int, numel: int, itemsize: int) -> list[Region]:
+            return [Region(STAGING, in_blocks(numel * itemsize), torch.uint8)] * count
+
+        return cls(
+            buffers(sums.slot_count, sums.largest, accumulation.itemsize) if sums is not None and states else [],
+            buffers(min(optimizer.buffer_count // STATES, len(stepped)) if size else 0, max(stepped, default=0), size),
+            buffers(min(param.buffer_count, len(kept)), max(kept, default=0), compute.itemsize),
         )
 
 
-def bucket_buffers(
-    zero: ZeroConfig, placements: Sequence[OffloadPlan], compute: torch.dtype, accumulation: torch.dtype
-) -> list[Region]:
-    """What the arena has to hold for the buckets that are in memory at a time for their step."""
-    numels = [b.shard_numel for placed in placements for b in placed.layout.buckets if placed.steps_on_host(b)]
-    size = bytes_of_bucket(zero, compute.itemsize, accumulation.itemsize) * max(numels, default=0)
-    count = min(zero.offload_optimizer.buffer_count // STATES, len(numels)) if size else 0
-    return [buffer_region(size) for _ in range(count)]
+# ---- 1 fetch, 3 gradient ready: between the device and a file --------------------------------------------------------
 
 
-def bytes_of_bucket(zero: ZeroConfig, compute: int, accumulation: int) -> int:
-    """Bytes for each element of a bucket that a step has of what lies in files."""
-    states = zero.offload_optimizer.device == "nvme"
-    # Master and moments are fp32; the gradient is a sum. fp32 parameters are their own masters, where both lie there.
-    params = zero.offload_param.device == "nvme" and not (states and compute == 4)
-    return states * (4 * (1 + len(MOMENT_NAMES)) + accumulation) + params * compute
+class FileWire(HostDeviceCopier):
+    """A :class:`HostDeviceCopier` whose host side may lie in files: then a transfer goes through a buffer."""
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.files: dict[str, FileStore] = {}  # by the category of what lies in each
+        self.ahead = ReadAhead(self)
+        self._spare: list[torch.Tensor] = []
+        self._through: dict[int, torch.Tensor] = {}  # of each slot on the device, by its storage: the buffer beside it
+        self.ledger.untracked_kinds.add(FILE_FETCH_BETWEEN_STEPS)
 
-def fetch_buffers(param: OffloadParamConfig, placements: Sequence[OffloadPlan], dtype: torch.dtype) -> list[Region]:
-    """What the arena has to hold for parameters between the file and the device.
+    def open(self, regions: Sequence[Region], zero: ZeroConfig) -> None:
+        """Make the files.
 
-    Raises:
-        ConfigError: a bucket's part is larger than ``buffer_size``.
-    """
-    numels = [b.shard_numel for placed in placements for b in placed.layout.buckets if placed.keeps_on_host(b)]
-    if param.device != "nvme" or not numels:
-        return []
-    rule = f"a bucket has {max(numels)} elements on a rank; raise it, or lower zero.reduce_bucket_size"
-    param.need(max(numels) <= param.buffer_size, "buffer_size", rule)
-    return [buffer_region(max(numels) * dtype.itemsize) for _ in range(min(param.buffer_count, len(numels)))]
+        Raises:
+            ConfigError: one cannot be made. Whoever called closes those that are there.
+        """
+        for block in sorted({FILED[category] for category in in_files(zero)}):
+            mine = [region for region in regions if FILED.get(region.category) == block]
+            store = FileStore(f"zero.{block}.nvme_path", getattr(zero, block).nvme_path, mine, self.device)
+            self.files |= {category: store for category, its in FILED.items() if its == block}
 
+    def close(self) -> None:
+        """Let go of the files."""
+        for store in self.files.values():
+            store.close()
 
-def buffer_region(nbytes: int) -> Region:
-    """Room in the arena for a buffer of so many bytes that begins at a block."""
-    return Region(STAGING, nbytes + BLOCK, torch.uint8)
-
-
-def at_a_block(room: torch.Tensor) -> torch.Tensor:
-    """The part of a :func:`buffer_region` that direct I/O takes."""
-    return room[-room.data_ptr() % BLOCK :]
-
-
-def finish_all(transfers: Iterable[Transfer | BucketBuffer]) -> None:
-    """Wait for all of them, and raise the first error afterwards: nothing is under way when this has returned."""
-    failed: RuntimeError | None = None
-    for transfer in transfers:
-        try:
-            transfer.finish()
-        except RuntimeError as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed
-
-
-# ---- what lies where -------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class FileOffload(Offload):
-    """An :class:`Offload` part of which lies in files instead of the arena."""
-
-    stores: dict[str, FileStore] = field(default_factory=dict)  # by the category of what lies there
-    buffers: list[Region] = field(default_factory=list)  # of a bucket each
-    fetches: list[Region] = field(default_factory=list)  # of a bucket's parameters each
-    columns: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of each trained group: its moments
-    ahead: ReadAhead | None = None
-    files: list[FileStore] = field(default_factory=list)  # the same, each once
-
-    def __post_init__(self) -> None:
-        self.files = list(dict.fromkeys(self.stores.values()))
-        for store in self.files:
-            store.attach(self.wire)
-        if isinstance(self.sums, FileGradients):
-            self.sums.store = self.stores[GRADIENTS]
-        if self.fetches:
-            self.ahead = ReadAhead(self.stores[HOST_PARAMETERS])
-
-    def allocate(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """1-D memory of the arena, or of a file's mapping."""
-        return self.stores.get(category, self.arena).allocate(category, numel, dtype)
-
-    def tensors(self, category: str) -> list[torch.Tensor]:
-        """What was allocated under ``category``."""
-        return self.stores.get(category, self.arena).tensors(category)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory was allocated here."""
-        return super().holds(tensor) or self.store_of(tensor) is not None
+    def carve(self, buffers: FileBuffers, arena: HostArena) -> list[torch.Tensor]:
+        """Take the buffers from the arena; returns those of a step."""
+        self._spare, buckets, fetches = ([arena.allocate(*region) for region in some] for some in buffers)
+        self.ahead.free.extend(map(StagingBuffer, fetches))
+        return buckets
 
     def store_of(self, tensor: torch.Tensor) -> FileStore | None:
         """The file that a tensor lies in, if it does."""
-        return next((store for store in self.files if store.holds(tensor)), None)
+        return next((store for store in self.files.values() if store.holds(tensor)), None)
 
-    def ledger_name(self, category: str) -> str:
-        """The ledger's word for what is allocated under ``category``."""
-        return category.replace("host_", "file_") if category in self.stores else category
+    def _room_for(self, staged: torch.Tensor) -> torch.Tensor:
+        """Host memory beside a slot on the device, the same in every step."""
+        slot = staged.untyped_storage()._cdata
+        if slot not in self._through:
+            self._through[slot] = self._spare.pop()
+        return self._through[slot].view(staged.dtype)[: staged.numel()]
 
-    def allocate_state(self, optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -> None:
-        """Make the optimizer's state; what is in files is made there, as host memory could not hold it for a while."""
-        if MOMENTS not in self.stores:
-            self.columns = [{} for _ in groups]
-            super().allocate_state(optimizer, groups)
-            return
-        for group, plan in zip(groups, self.rooms, strict=True):
-            extent, columns = group.placement.optimizer_numel, dict[str, torch.Tensor]()
-            if plan.numel:
-                rooms = self.allocate(MOMENTS, plan.numel, plan.dtype).split(plan.numel // len(MOMENT_NAMES))
-                columns = {name: room.view(torch.float32) for name, room in zip(MOMENT_NAMES, rooms, strict=True)}
-            self.columns.append(columns)
-            for fragment, master in zip(group.fragments, group.masters, strict=True):
-                if fragment.shard_start < extent:
-                    state = optimizer.state[master]
-                    state.setdefault("step", torch.zeros((), dtype=torch.float32))
-                    for name, column in columns.items():
-                        mine = column[fragment.shard_start :][: fragment.numel]
-                        state[name] = mine.copy_(state[name]) if name in state else mine
-        allocate_state(optimizer)
+    def move(
+        self,
+        kind: str,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        padding: int,
+        where: str,
+        after: Callable[[], None] | None = None,
+        onward: Callable[[], Transfer] | None = None,
+    ) -> FileTransfer:
+        """Launch what moves views of files from buffers or into them, of bucket ``where``; see :class:`FileTransfer`.
 
-    def plain_all_gather(self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, where: str) -> PlainAllGather:
-        """How a bucket's parameters in host memory, or in a file, reach the device."""
-        if self.ahead is None:
-            return super().plain_all_gather(bucket, dtype, comm, where)
-        return FileAllGather(self.ahead, self.wire, bucket, dtype, comm, where)
+        Each has ``padding`` elements of padding.
+        """
+        moves = [(store, view, room) for view, room in pairs if (store := self.store_of(view)) is not None]
+        numel, moved = sum(view.numel() for view, _ in pairs), sum(view.nbytes for view, _ in pairs)
+        self.ledger.record(kind, numel, moved, padding * len(pairs), where=where, what="file")
+        return FileTransfer(self, kind, moves, after, onward)
+
+    def to_host(
+        self, kind: str, host: torch.Tensor, source: torch.Tensor, padding: int = 0, where: str = ""
+    ) -> Transfer:
+        """Launch ``host.copy_(source)``; to a file, down into the slot's buffer, and on from there when it has come."""
+        if self.store_of(host) is None:
+            return super().to_host(kind, host, source, padding, where)
+        room = self._room_for(source)
+        down = super().to_host(kind, room, source, padding, where)
+        return self.move(FILE_WRITE, [(host, room)], padding, where, after=down.finish)
+
+    def to_device(
+        self, kind: str, target: torch.Tensor, host: torch.Tensor, padding: int = 0, where: str = ""
+    ) -> Transfer:
+        """Launch ``target.copy_(host)``; out of a file, when it has been read: sums now, parameters perhaps before."""
+        if self.store_of(host) is None:
+            return super().to_device(kind, target, host, padding, where)
+        if kind == SUMS_TO_DEVICE:
+            room = self._room_for(target)
+            up = partial(super().to_device, kind, target, room, padding, where)
+            return self.move(FILE_READ, [(host, room)], padding, where, onward=up)
+        with self.ahead.arrived(FileFetch(where, host, padding), self.ledger.in_step(kind)) as buffer:
+            values = in_front(buffer.memory, host)
+            buffer.copy = super().to_device(kind, target, values, padding, where)
+            return buffer.copy
 
     def finish_reads(self) -> None:
-        """Before parameters are written out of turn: nothing that was read before is used after."""
+        """As in the base class; and what was read of files will not be used."""
         super().finish_reads()
-        if self.ahead is not None:
-            self.ahead.discard()
-
-    def check_states(self) -> None:
-        """Raise a RuntimeError where a disk has left states half old, half new."""
-        for store in self.files:
-            store.check()
-
-    def states_replaced(self) -> None:
-        """All states have been loaded: what a disk has left half done, too."""
-        for store in self.files:
-            store.broken = None
+        self.ahead.discard()
 
     def close_step(self) -> None:
         """An optimizer step is complete: the next one is likely to fetch in the same order."""
         super().close_step()
-        if self.ahead is not None:
-            self.ahead.restart()
-
-    def build_shard(self, *given: Any, **more: Any) -> OptimizerShard:
-        """As in host memory. What the first values of masters and parameters have left in memory goes."""
-        if self.ahead is not None:
-            self.ahead.carve([at_a_block(self.allocate(*region)) for region in self.fetches])
-        shard = super().build_shard(*given, **more)
-        self.drop_pages()
-        return shard
-
-    def upload_masters(self) -> None:
-        """Let the parameters follow masters that have been loaded."""
-        super().upload_masters()
-        self.drop_pages()
-
-    def drop_pages(self) -> None:
-        """Give memory back in which pages of the files lie."""
-        for store in self.files:
-            store.drop_pages()
-
-    def describe(self, optimizer: torch.optim.Optimizer) -> str:
-        """One line: sizes, whether locked, threads, kernel; what lies in files, and how it gets there."""
-        said = super().describe(optimizer)
-        for store in (store for store in self.files if any(region.numel for region in store.regions)):
-            how = "direct I/O" if store.direct else "through the page cache: the file system takes no direct I/O"
-            said += f"; {describe_bytes(store.regions)} in a file in {store.folder}, {how}"
-        return said
-
-    def close(self) -> None:
-        """Unlock the memory, end the files' threads; memory and disk space go back with the last tensor."""
-        super().close()
-        for store in self.files:
-            store.close()
+        self.ahead.restart()
 
 
-# ---- 1 fetch: parameters in files (offload_param) --------------------------------------------------------------------
+def in_front(room: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The first bytes of a buffer, as a tensor of the extent and dtype of ``like``."""
+    return room[: like.nbytes].view(like.dtype)
 
 
 @dataclass(frozen=True)
@@ -291,67 +243,51 @@ class ReadAhead:
     vain is dropped. Between steps, in evaluation, nothing is read ahead.
     """
 
-    def __init__(self, store: FileStore) -> None:
-        self._store = store
-        self._free = deque[tuple[torch.Tensor, Transfer | None]]()  # with the copy that reads it; first used, first out
+    def __init__(self, wire: FileWire) -> None:
+        self._wire = wire
+        self.free = deque[StagingBuffer]()  # the first used first
         self._order, self._last = list[FileFetch](), list[FileFetch]()  # of this step so far, and of the last one
         # Read ahead: which version of the parameters, into which buffer. The first is the next one to be fetched.
-        self._coming = deque[tuple[int, torch.Tensor, Transfer]]()
-
-    def carve(self, rooms: Iterable[torch.Tensor]) -> None:
-        """Take the buffers, of bytes."""
-        self._free.extend((room, None) for room in rooms)
+        self._coming = deque[tuple[int, StagingBuffer]]()
 
     @contextlib.contextmanager
-    def values(self, fetch: FileFetch, in_step: bool) -> Iterator[tuple[torch.Tensor, list[Transfer]]]:
-        """The part in host memory, and a list for the copy that is launched from there inside."""
+    def arrived(self, fetch: FileFetch, in_step: bool) -> Iterator[StagingBuffer]:
+        """The part in host memory. What is launched inside, from there, is waited for before the buffer's next use."""
         if in_step:
             if [known.where for known in self._last[len(self._order) :][:1]] != [fetch.where]:
                 self._last = []  # another order than last time
             self._order.append(fetch)
-        room, copies = self._arrived(fetch, in_step), list[Transfer]()
-        try:
-            yield room[: fetch.view.nbytes].view(fetch.view.dtype), copies
-        finally:
-            self._free.append((room, next(iter(copies), None)))
-        while in_step and self._free and (coming := self._last[len(self._order) + len(self._coming) :][:1]):
-            self._coming.append((coming[0].view._version, *self._read(coming[0], FILE_FETCH)))
-
-    def _arrived(self, fetch: FileFetch, in_step: bool) -> torch.Tensor:
-        if not in_step or not self._last:
+        # If it was written since it was read, so may be what follows.
+        if not in_step or not self._last or (self._coming and self._coming[0][0] != fetch.view._version):
             self.discard()
-        if self._coming:
-            version, room, read = self._coming.popleft()
-            self._finish(room, read)
-            if version == fetch.view._version:
-                return room
-            self._free.append((room, None))
-            self.discard()  # it was written since, and so may be what follows
-        room, read = self._read(fetch, FILE_FETCH if in_step else FILE_FETCH_BETWEEN_STEPS)
-        self._finish(room, read)
-        return room
-
-    def _finish(self, room: torch.Tensor, read: Transfer) -> None:
+        if not self._coming:
+            self._read(fetch, FILE_FETCH if in_step else FILE_FETCH_BETWEEN_STEPS)
+        _, buffer = self._coming.popleft()
         try:
-            read.finish()
-        except RuntimeError:
-            self._free.append((room, None))
-            raise
+            buffer.finish()
+            yield buffer
+        finally:
+            self.free.append(buffer)
+        # Nobody stands still for the buffer that was used last: the next fetch finds it free.
+        while in_step and self.free and self.free[0].is_over():
+            if not (coming := self._last[len(self._order) + len(self._coming) :][:1]):
+                break
+            self._read(coming[0], FILE_FETCH)
 
-    def _read(self, fetch: FileFetch, kind: str) -> tuple[torch.Tensor, Transfer]:
-        room, copy = self._free.popleft()
-        if copy is not None:
-            copy.finish()
-        values = room[: fetch.view.nbytes].view(fetch.view.dtype)
-        return room, self._store.read([(fetch.view, values)], fetch.padding, fetch.where, kind)
+    def _read(self, fetch: FileFetch, kind: str) -> None:
+        buffer = self.free.popleft()
+        buffer.finish()
+        pairs = [(fetch.view, in_front(buffer.memory, fetch.view))]
+        buffer.copy = self._wire.move(kind, pairs, fetch.padding, fetch.where)
+        self._coming.append((fetch.view._version, buffer))
 
     def discard(self) -> None:
         """Use nothing that has been read: parameters are about to be written."""
         while self._coming:
-            _, room, read = self._coming.popleft()
+            _, buffer = self._coming.popleft()
             with contextlib.suppress(RuntimeError):  # nobody wants it any more
-                read.finish()
-            self._free.append((room, None))
+                buffer.finish()
+            self.free.append(buffer)
 
     def restart(self) -> None:
         """A step is complete: its order is what the next one's is compared with."""
@@ -359,86 +295,20 @@ class ReadAhead:
         self._order, self._last = [], self._order
 
 
-class FileAllGather(HostAllGather):
-    """The all-gather of a bucket whose shard lies in a file; every gather reads it anew. Arguments are as there."""
-
-    def __init__(self, ahead: ReadAhead, *given: Any) -> None:
-        super().__init__(*given)
-        self._ahead = ahead
-        self.comm.ledger.untracked_kinds.add(FILE_FETCH_BETWEEN_STEPS)
-
-    @contextlib.contextmanager
-    def fetch_shard(self, kind: str, shard: torch.Tensor, target: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Read the shard if it is not there yet, and copy it to ``target``; as in the base class."""
-        fetch = FileFetch(self.where, shard, self._shard_padding)
-        here = self._ahead.values(fetch, self.comm.ledger.in_step(kind))
-        with here as (values, copies), super().fetch_shard(kind, values, target) as there:
-            copies += [self._copy] if self._copy is not None else []
-            yield there
-
-
-# ---- 3 gradient ready: down to the host, on to the file --------------------------------------------------------------
-
-
-class SumFromFile(Transfer):
-    """A bucket's sums, from the file into a buffer and on to the device."""
-
-    def __init__(self, read: Transfer, copy: Callable[[], Transfer]) -> None:
-        self._read, self._copy = read, copy
-
-    def wait(self) -> None:
-        """The program waits for the disk, the current stream for the copy."""
-        self._read.finish()
-        self._copy().wait()
-
-    def finish(self) -> None:
-        """It is not wanted any more: wait until the buffer is free."""
-        self._read.finish()
-
-    def is_over(self) -> bool:
-        """Nobody asks."""
-        return False
-
-
-class FileGradients(HostGradients):
-    """:class:`HostGradients` whose sums lie in a file; each slot has a buffer in host memory, on the way."""
-
-    store: FileStore
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        size = self.largest * self.regions[0].dtype.itemsize
-        self.buffers = [buffer_region(size) for _ in range(self.slot_count)]
-        self._rooms: dict[int, torch.Tensor] = {}
-
-    def carve(self, allocate: HostAllocator, wire: HostDeviceCopier) -> None:
-        """Take the planned regions, and the slots on the device with their buffers."""
-        super().carve(allocate, wire)
-        for slot, region in zip(self.slots, self.buffers, strict=True):
-            self._rooms[id(slot)] = at_a_block(allocate(*region)).view(slot.device.dtype)
-
-    def discard(self) -> None:
-        """Free all slots, also those whose transfer has failed: nobody reads what it has left."""
-        for slot in self.slots:
-            with contextlib.suppress(RuntimeError):
-                slot.settle()
-        super().discard()
-
-    def _fetch(self, slot: StagingSlot, sums: torch.Tensor, padding: int, where: str) -> Transfer:
-        room = self._rooms[id(slot)][: sums.numel()]
-        up = partial(super()._fetch, slot, room, padding, where)
-        return SumFromFile(self.store.read([(sums, room)], padding, where), up)
-
-    def _leave(self, slot: StagingSlot, sums: torch.Tensor, padding: int, where: str) -> Transfer:
-        room = self._rooms[id(slot)][: sums.numel()]
-        down = super()._leave(slot, room, padding, where)
-        return self.store.write([(sums, room)], padding, where, after=down.finish)
-
-
 # ---- 5 step ----------------------------------------------------------------------------------------------------------
 
 
-class BucketBuffer:
+@dataclass(frozen=True)
+class FilePiece:
+    """One state of a bucket: a view of the file, 1-D ``[shard_numel]``, and the tensors that view a part of it."""
+
+    view: torch.Tensor
+    tensors: Sequence[torch.Tensor]
+    comes: bool = True  # a step reads it
+    leaves: bool = True  # a step changes it
+
+
+class BucketBuffer(StagingBuffer):
     """Host memory for what a step needs of one bucket, one bucket after the other.
 
     ::
@@ -447,79 +317,48 @@ class BucketBuffer:
         from the file    it is there     it is stepped on   into the file     it has left
     """
 
-    def __init__(self, memory: torch.Tensor, host: FileOffload) -> None:
-        self._memory, self._host = memory, host
-        self._transfers: list[Transfer] = []
-        self._pieces: list[tuple[FilePiece, torch.Tensor]] = []
-
-    def read(self, pieces: Sequence[FilePiece], padding: int, where: str) -> None:
+    def read(self, wire: FileWire, upload: HostParamUpload, pieces: Sequence[FilePiece], rank: int) -> None:
         """Launch: what lies in files comes."""
-        self._pieces, start = [], 0
+        self.upload, self._pieces, start = upload, list[tuple[FilePiece, torch.Tensor]](), 0
         for piece in pieces:
-            end = start + piece.view.nbytes
-            self._pieces.append((piece, self._memory[start:end].view(piece.view.dtype)))
-            start = end
-        self._host.wire.chaos.poison(self._memory)
-        self._move(FileStore.read, [pair for pair in self._pieces if pair[0].comes], padding, where)
+            self._pieces.append((piece, in_front(self.memory[start:], piece.view)))
+            start += piece.view.nbytes
+        wire.chaos.poison(self.memory)
+        padding, where = upload.bucket.padding_of(rank), f"bucket {upload.bucket.index}"
+        self._launch = partial(wire.move, padding=padding, where=where)
+        self._move(FILE_READ, [(piece.view, room) for piece, room in self._pieces if piece.comes])
 
-    def write(self, padding: int, where: str) -> None:
+    def write(self) -> None:
         """Launch the way back of what the step has changed."""
-        self._move(FileStore.write, [pair for pair in self._pieces if pair[0].leaves], padding, where)
+        self._move(FILE_WRITE, [(piece.view, room) for piece, room in self._pieces if piece.leaves])
 
-    def _move(
-        self, how: Callable[..., Transfer], pairs: Sequence[tuple[FilePiece, torch.Tensor]], padding: int, where: str
-    ) -> None:
-        moved: dict[FileStore, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for piece, room in pairs:
-            moved.setdefault(piece.store, []).append((piece.view, room))
-        self._transfers = [how(store, mine, padding, where) for store, mine in moved.items()]
-
-    def finish(self) -> None:
-        """Wait until every transfer is over, also behind one that has failed, whose error is raised then."""
-        transfers, self._transfers = self._transfers, []
-        finish_all(transfers)
-
-    def is_over(self) -> bool:
-        """Whether :meth:`finish` would not wait."""
-        return all(transfer.is_over() for transfer in self._transfers)
+    def _move(self, kind: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.copy = self._launch(kind, pairs) if pairs else None
 
     @contextlib.contextmanager
-    def in_place(self, upload: HostParamUpload) -> Iterator[None]:
+    def in_place(self) -> Iterator[HostParamUpload]:
         """Inside, the optimizer's tensors, and where it writes parameters, are this memory, not the file's mapping."""
         homes = [(tensor, tensor.data) for piece, _ in self._pieces for tensor in piece.tensors]
         try:
             for piece, room in self._pieces:
-                upload.kept = upload.kept if piece.comes else room
+                self.upload.kept = self.upload.kept if piece.comes else room
                 for tensor in piece.tensors:
                     start = tensor.storage_offset() - piece.view.storage_offset()
                     tensor.data = room[start : start + tensor.numel()]
-            yield
+            yield self.upload
         finally:
-            upload.kept = None
+            self.upload.kept = None
             for tensor, home in homes:
                 tensor.data = home
 
 
-@dataclass(frozen=True)
-class FilePiece:
-    """One state of a bucket: a view of the file, 1-D ``[shard_numel]``, and the tensors that view a part of it."""
-
-    store: FileStore
-    view: torch.Tensor
-    tensors: Sequence[torch.Tensor]
-    comes: bool = True  # a step reads it
-    leaves: bool = True  # a step changes it
-
-
 class FileOptimizerShard(HostOptimizerShard):
-    """A :class:`HostOptimizerShard` whose buckets come from files, are stepped on in a few buffers, and go back."""
+    """A :class:`HostOptimizerShard` whose buckets come from files, are stepped on in ``rooms`` in turn, and go back."""
 
-    host: FileOffload
-
-    def __init__(self, host: FileOffload, *given: Any, **more: Any) -> None:
-        super().__init__(host, *given, **more)
-        rooms = [at_a_block(host.allocate(*plan)) for plan in host.buffers]
-        self._buffers = [BucketBuffer(room, host) for room in rooms]
+    def __init__(self, wire: FileWire, rooms: Sequence[torch.Tensor], *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._wire = wire
+        self._buffers = list(map(BucketBuffer, rooms))
 
     def _pieces(self, upload: HostParamUpload) -> list[FilePiece]:
         """What of a bucket lies in files."""
@@ -527,18 +366,18 @@ class FileOptimizerShard(HostOptimizerShard):
         found = list[FilePiece]()
 
         def add(view: torch.Tensor, tensors: Sequence[torch.Tensor], comes: bool = True, leaves: bool = True) -> None:
-            if (store := self.host.store_of(view)) is None:
+            if self._wire.store_of(view) is None:
                 return
             if any(storage_ptr_of(tensor) != storage_ptr_of(view) for tensor in tensors):
                 raise RuntimeError(
                     "the optimizer's state was replaced by tensors that do not lie in its file (load_state_dict); load "
                     "it by engine.load_checkpoint, or copy it into the tensors that were there"
                 )
-            found.append(FilePiece(store, view, tensors, comes, leaves))
+            found.append(FilePiece(view, tensors, comes, leaves))
 
         add(group.master_of(bucket).detach(), masters)
-        for name, flat in self.host.columns[upload.number].items():
-            add(bucket.shard_of(flat), [state[master][name] for master in masters])
+        for name, column in self.host.columns[upload.number].items():
+            add(bucket.shard_of(column), [state[master][name] for master in masters])
         add(self.gradients.sum_of(upload.number, bucket), [self.grads[master] for master in masters], leaves=False)
         if group.placement.keeps_on_host(bucket) and not group.placement.own_masters_at(bucket):
             add(group.param_shard(bucket), (), comes=False)
@@ -548,32 +387,30 @@ class FileOptimizerShard(HostOptimizerShard):
         """The buckets, one after the other; others are read and written meanwhile, as the settings say."""
         # What could be wrong is found before a bucket is touched.
         settings, ahead = self.host.settings, iter([(upload, self._pieces(upload)) for upload in self.uploads])
-        free, coming = deque(self._buffers), deque[tuple[HostParamUpload, BucketBuffer]]()
+        free, coming = deque(self._buffers), deque[BucketBuffer]()
 
         def read_next() -> bool:
             for upload, pieces in itertools.islice(ahead, 1):
                 buffer = free.popleft()
                 buffer.finish()  # what it held has left
-                buffer.read(pieces, upload.bucket.padding_of(self.rank), f"bucket {upload.bucket.index}")
-                coming.append((upload, buffer))
+                buffer.read(self._wire, upload, pieces, self.rank)
+                coming.append(buffer)
                 return True
             return False
 
-        for store in self.host.files:
-            store.check()
-        if self.host.ahead is not None:
-            self.host.ahead.discard()
+        self.host.check_states()
+        self._wire.ahead.discard()
         try:
             read_next()
             while coming:
-                upload, buffer = coming.popleft()
+                buffer = coming.popleft()
                 buffer.finish()
                 # One ahead, though its buffer may have to leave first; more where buffers are at hand.
                 while settings.pipeline_read and free and (not coming or free[0].is_over()) and read_next():
                     pass
-                with buffer.in_place(upload):
+                with buffer.in_place() as upload:
                     yield upload
-                buffer.write(upload.bucket.padding_of(self.rank), f"bucket {upload.bucket.index}")
+                buffer.write()
                 if not settings.pipeline_write:
                     buffer.finish()
                 free.append(buffer)
@@ -581,4 +418,6 @@ class FileOptimizerShard(HostOptimizerShard):
                     read_next()
         finally:
             # Whoever reads states outside of a step reads them through the mapping: nothing may be under way.
-            finish_all(self._buffers)
+            with contextlib.ExitStack() as all_of_them:
+                for buffer in reversed(self._buffers):
+                    all_of_them.callback(buffer.finish)

@@ -3,8 +3,8 @@
 ZeRO-Infinity's third tier. Each tensor of the file is a view of its mapping (``mmap``), so that whoever reads or writes
 masters, moments or parameters now and then (checkpoints, ``safe_get_*``, a write to a parameter) finds an ordinary
 tensor, whose pages the system fetches and drops as it needs memory. What touches all of it in every step goes another
-way: :meth:`FileStore.read` and :meth:`FileStore.write` move a bucket between the file and a staging buffer by
-direct I/O, in pieces, in a few threads. The system keeps both ways coherent as long as they do not meet in the same
+way: :class:`FileTransfer` moves a bucket between the file and a staging buffer by direct I/O, in pieces, in a
+few threads. The system keeps both ways coherent as long as they do not meet in the same
 pages at the same time; they do not, as a step waits for its last write.
 
 **Scratch, no checkpoint.** The file never has a name, or loses it at once, so no two runs share one, and whatever ends
@@ -33,7 +33,7 @@ import torch
 from deepzero.comm.chaos import storage_ptr_of
 from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import HostDeviceCopier, Transfer
-from deepzero.offload.pinned_arena import Region, describe_bytes
+from deepzero.offload.pinned_arena import HostMemory, Region, WithoutValues, describe_bytes
 from deepzero.utils.formatting import binary_bytes
 from deepzero.utils.threads import thread_pool
 
@@ -44,72 +44,86 @@ PIECE_BYTES, THREADS = 4 << 20, 4
 FILE_READ, FILE_WRITE, FILE_FETCH = "offload.file_read", "offload.file_write", "offload.file_fetch"
 FILE_FETCH_BETWEEN_STEPS = "offload.file_fetch_between_steps"
 
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""A view of a tensor of the file, and what it is read into or written from: of the same bytes."""
 
-
-def file_bytes(regions: Sequence[Region]) -> int:
-    """The exact size of a file: each region begins at a block."""
-    return sum(-(-region.bytes // BLOCK) * BLOCK for region in regions)
+def in_blocks(nbytes: int) -> int:
+    """So many bytes, rounded up to whole blocks."""
+    return -(-nbytes // BLOCK) * BLOCK
 
 
 class FileTransfer(Transfer):
-    """Reads or writes under way. The buffers belong to it until :meth:`finish` has returned; to wait is the same."""
+    """Reads or writes under way: each from or to a view of a file, and a buffer, which belongs to it until its end.
 
-    def __init__(self, begin: Callable[[], list[Future[float]]], put_off: bool, end: Callable[..., None]) -> None:
-        self._begin, self._end, self._began = begin, end, 0.0
+    ``kind`` is the ledger's word: :data:`FILE_WRITE` goes into the files, when ``after()``, called in a thread, has
+    returned; any other comes from there, and ``onward`` launches what follows when all has come.
+    """
+
+    def __init__(
+        self,
+        wire: HostDeviceCopier,
+        kind: str,
+        moves: Sequence[tuple[FileStore, torch.Tensor, torch.Tensor]],
+        after: Callable[[], None] | None = None,
+        onward: Callable[[], Transfer] | None = None,
+    ) -> None:
+        self._wire, self._kind, self._moves, self._after, self._onward = wire, kind, moves, after, onward
         self._futures: list[Future[float]] | None = None
-        self._finished = False
-        if not put_off:
+        self._began, self._finished = 0.0, False
+        wire.chaos.delay()
+        if not wire.chaos.puts_off():
             self._launch()
 
     def _launch(self) -> list[Future[float]]:
         if self._futures is None:
-            self._began, self._futures = time.perf_counter(), self._begin()
+            self._began, how = time.perf_counter(), (self._kind == FILE_WRITE, self._after)
+            self._futures = [one for store, view, room in self._moves for one in store.submit(view, room, *how)]
         return self._futures
 
     def finish(self) -> None:
         """The program goes on when every byte is where it should be.
 
         Raises:
-            RuntimeError: the disk has failed.
+            RuntimeError: a disk has failed.
         """
-        if not self._finished:
-            futures, began = self._launch(), time.perf_counter()
-            wait(futures)  # all of them, also behind one that has failed: the buffers are free afterwards
-            self._finished = True
-            self._end(futures, self._began, time.perf_counter() - began)
+        if self._finished:
+            return
+        futures, began = self._launch(), time.perf_counter()
+        wait(futures)  # all of them, also behind one that has failed: the buffers are free afterwards
+        self._finished, waited = True, time.perf_counter() - began
+        took = max((future.result() for future in futures), default=self._began) - self._began
+        self._wire.meter.legs[self._kind].add(sum(view.nbytes for _, view, _ in self._moves), took, waited)
 
     def wait(self) -> None:
-        """As :meth:`finish`: a disk knows nothing of streams."""
+        """As :meth:`finish`, as a disk knows nothing of streams; the current stream waits for what goes ``onward``."""
         self.finish()
+        if self._onward is not None:
+            self._onward().wait()
 
     def is_over(self) -> bool:
         """Whether nothing is left to do, as far as the program knows."""
         return self._futures is not None and all(future.done() for future in self._futures)
 
 
-class FileStore:
-    """One nameless file for ``regions``, carved in order; ``where`` is the setting that gave its folder.
+class FileStore(HostMemory):
+    """One nameless file; ``where`` is the setting that gave its folder.
 
     Raises:
         ConfigError: no such folder, no permission, no room; nothing is left behind.
     """
+
+    align = BLOCK
+    prefix = "file_"
 
     def __new__(cls, where: str, folder: str, regions: Sequence[Region], device: torch.device) -> FileStore:
         """The kind of store that belongs to ``device``."""
         return super().__new__({"meta": DryRunStore}.get(device.type, FileStore))
 
     def __init__(self, where: str, folder: str, regions: Sequence[Region], device: torch.device) -> None:
-        self.where, self.folder, self.regions, self.nbytes = where, folder, list(regions), file_bytes(regions)
+        super().__init__(regions, device)
+        self.where, self.folder = where, folder
         self.direct = True  # reads and writes go past the page cache
-        self.broken: str | None = None
-        self._carved: list[tuple[str, torch.Tensor]] = []
-        self._starts: dict[int, int] = {}  # of each carved tensor's storage: where it begins in the file
-        self._next = self._offset = 0
-        self._reserve(device)
+        self._reserve()
 
-    def _reserve(self, device: torch.device) -> None:
+    def _reserve(self) -> None:
         setting = f"{self.where}={self.folder!r}"
         if not hasattr(os, "posix_fallocate") or not hasattr(os, "preadv"):
             raise ConfigError(f"{setting}: files need Linux (posix_fallocate, preadv)")
@@ -158,103 +172,46 @@ class FileStore:
             self._memory[0] = 0
         return alike
 
-    def attach(self, wire: HostDeviceCopier) -> None:
-        """Who counts and times transfers, and puts them off; before the first one."""
-        self._wire = wire
-
-    def allocate(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next region of the plan, zero: a 1-D tensor of ``numel`` elements, whose memory is the file."""
-        wanted = Region(category, numel, dtype)
-        if self.regions[self._next : self._next + 1] != [wanted]:
-            raise RuntimeError(f"the file's plan has {self.regions[self._next :][:1]} next, not {wanted}")
-        self._next += 1
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        carved = self._carve(wanted, self._offset)
-        self._starts[storage_ptr_of(carved)] = self._offset
-        self._offset += file_bytes([wanted])
-        self._carved.append((category, carved))
-        return carved
-
-    def _carve(self, region: Region, start: int) -> torch.Tensor:
-        return torch.frombuffer(self._memory, dtype=region.dtype, count=region.numel, offset=start)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory is the file's."""
-        return tensor.numel() > 0 and storage_ptr_of(tensor) in self._starts
-
-    def tensors(self, category: str) -> list[torch.Tensor]:
-        """What was carved under ``category``, for the ledger."""
-        return [tensor for name, tensor in self._carved if name == category]
-
     # ---- by direct I/O -----------------------------------------------------------------------------------------------
 
-    def read(self, pairs: Pairs, padding: int, where: str, kind: str = FILE_READ) -> FileTransfer:
-        """Launch: from the file into buffers, of bucket ``where``, with ``padding`` elements of padding in each.
+    def submit(
+        self, view: torch.Tensor, buffer: torch.Tensor, writing: bool, after: Callable[[], None] | None
+    ) -> list[Future[float]]:
+        """Move the bytes of a view of this file from a buffer, or into it, in threads; the times of the pieces' ends.
 
-        A buffer begins at a multiple of :data:`BLOCK`, as each view does. ``kind`` is the ledger's word.
+        A buffer begins at a multiple of :data:`BLOCK`, as each view does. Those of a piece whose move fails raise a
+        RuntimeError.
         """
-        self._record(kind, pairs, padding, where)
-        return self._launch(kind, os.preadv, pairs, None)
+        start = self._starts[storage_ptr_of(view)] + int(view.storage_offset()) * view.itemsize
+        pieces = range(0, view.nbytes, PIECE_BYTES)
+        ends = (min(at + PIECE_BYTES, view.nbytes) for at in pieces)
+        return [
+            self._pool.submit(self._move, buffer.data_ptr() + at, start + at, end - at, writing, after)
+            for at, end in zip(pieces, ends, strict=True)
+        ]
 
-    def write(self, pairs: Pairs, padding: int, where: str, after: Callable[[], None] | None = None) -> FileTransfer:
-        """Launch: from buffers into the file, when ``after()``, called in a thread, has returned; as :meth:`read`."""
-        self._record(FILE_WRITE, pairs, padding, where)
-        return self._launch(FILE_WRITE, os.pwritev, pairs, after)
-
-    def check(self) -> None:
-        """Raise a RuntimeError where a transfer has failed: what is in the file is half old, half new."""
-        if self.broken is not None:
-            raise RuntimeError(self.broken)
-
-    def _record(self, kind: str, pairs: Pairs, padding: int, where: str) -> None:
-        numel, moved = sum(view.numel() for view, _ in pairs), sum(view.nbytes for view, _ in pairs)
-        self._wire.ledger.record(kind, numel, moved, padding * len(pairs), where=where, what="file")
-
-    def _launch(
-        self, kind: str, call: Callable[..., int], pairs: Pairs, after: Callable[[], None] | None
-    ) -> FileTransfer:
-        moved = sum(view.nbytes for view, _ in pairs)
-
-        def begin() -> list[Future[float]]:
-            return [self._pool.submit(self._move, call, *piece, after) for piece in self._pieces(pairs)]
-
-        def end(futures: list[Future[float]], began: float, waited: float) -> None:
-            error = next((found for found in (future.exception() for future in futures) if found is not None), None)
-            if error is not None:
-                told = f"{self.where}={self.folder!r}: the disk has failed ({error})"
-                if kind == FILE_WRITE:  # reading damages nothing
-                    told += ", and what lies there is half old, half new; load a checkpoint"
-                    self.broken = told
-                raise RuntimeError(told) from error
-            took = max((future.result() for future in futures), default=began) - began
-            self._wire.meter.legs[kind].add(moved, took, waited)
-
-        self._wire.chaos.delay()
-        return FileTransfer(begin, self._wire.chaos.puts_off(), end)
-
-    def _pieces(self, pairs: Pairs) -> list[tuple[int, int, int]]:
-        """Address in memory, offset in the file, bytes."""
-        found = list[tuple[int, int, int]]()
-        for view, buffer in pairs:
-            start = self._starts[storage_ptr_of(view)] + int(view.storage_offset()) * view.itemsize
-            for at in range(0, view.nbytes, PIECE_BYTES):
-                found.append((buffer.data_ptr() + at, start + at, min(PIECE_BYTES, view.nbytes - at)))
-        return found
-
-    def _move(
-        self, call: Callable[..., int], address: int, offset: int, nbytes: int, after: Callable[[], None] | None
-    ) -> float:
-        """One piece, in a thread; the time of its end."""
+    def _move(self, address: int, offset: int, nbytes: int, writing: bool, after: Callable[[], None] | None) -> float:
         if after is not None:
             after()
         memory, done = memoryview((ctypes.c_char * nbytes).from_address(address)), 0
-        while done < nbytes:
-            moved = call(self._descriptor, [memory[done:]], offset + done)
-            if moved == 0:
-                raise OSError(f"the file ends at byte {offset + done}")
-            done += moved
+        try:
+            while done < nbytes:
+                moved = (os.pwritev if writing else os.preadv)(self._descriptor, [memory[done:]], offset + done)
+                if moved == 0:
+                    raise OSError(f"the file ends at byte {offset + done}")
+                done += moved
+        except OSError as error:
+            told = f"{self.where}={self.folder!r}: the disk has failed ({error})"
+            if writing:  # reading damages nothing
+                told += ", and what lies there is half old, half new; load a checkpoint"
+                self.broken = told
+            raise RuntimeError(told) from error
         return time.perf_counter()
+
+    def describe(self) -> str:
+        """Sizes, where, and how they are moved."""
+        how = "direct I/O" if self.direct else "through the page cache: the file system takes no direct I/O"
+        return f"{describe_bytes(self.regions)} in a file in {self.folder}, {how}"
 
     # ---- the mapping -------------------------------------------------------------------------------------------------
 
@@ -266,26 +223,21 @@ class FileStore:
 
     def close(self) -> None:
         """End the threads. The space goes back to the disk when the last carved tensor is gone."""
+        super().close()
         self._pool.shutdown()
         self._close()
-        self._carved, self._starts = [], {}
 
 
-class DryRunStore(FileStore):
-    """A file that is not there, of tensors without values: a dry run is about another host's disk."""
+class DryRunStore(WithoutValues, FileStore):
+    """The file of a dry run: what would be moved is counted."""
 
-    def _reserve(self, device: torch.device) -> None:
-        self._device = device
-
-    def _carve(self, region: Region, start: int) -> torch.Tensor:
-        return torch.empty(region.numel, dtype=region.dtype, device=self._device)
-
-    def _launch(self, *_: object) -> FileTransfer:
-        return FileTransfer(list, False, lambda *_: None)
+    def submit(self, *_: object) -> list[Future[float]]:
+        """Nothing is moved."""
+        return []
 
     def drop_pages(self) -> None:
         """There are none."""
 
     def close(self) -> None:
         """Forget the tensors."""
-        self._carved, self._starts = [], {}
+        HostMemory.close(self)

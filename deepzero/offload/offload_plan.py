@@ -15,7 +15,9 @@ import logging
 import os
 import socket
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -24,20 +26,11 @@ from deepzero.config.strict import ConfigError
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from deepzero.layout import FlatLayout, OffloadPlan
 from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats
+from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.delayed_update import DelayedOptimizerShard
-from deepzero.offload.file_offload import (
-    FileGradients,
-    FileOffload,
-    FileOptimizerShard,
-    bucket_buffers,
-    check_optimizer,
-    fetch_buffers,
-    files_of,
-    open_stores,
-)
-from deepzero.offload.file_store import FileStore
+from deepzero.offload.file_offload import FileBuffers, FileOptimizerShard, FileWire, in_files
 from deepzero.offload.optimizer_offload import MOMENTS, STAGING, HostGradients, HostOptimizerShard, Offload
-from deepzero.offload.pinned_arena import HostArena, HostMemoryError, Region, arena_class
+from deepzero.offload.pinned_arena import HostArena, HostMemory, HostMemoryError, Region, arena_class
 from deepzero.runtime.optimizer_state import makes_state_in_advance
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS
 from deepzero.runtime.zero.stage_1_and_2 import HOST_MASTERS, GroupLayout
@@ -105,11 +98,9 @@ def build_host(
     if settings.device == "none" and param.device == "none":
         return None
     pairs = list(zip(planned, placements, strict=True))
-    planned_all = _plan_regions(pairs, config, dtypes, moment_bytes, depth, optimizer)
-    regions, elsewhere, rooms, sums, staging, buffers, fetches = planned_all
+    plan = HostPlan.of(pairs, config, dtypes, moment_bytes, depth, optimizer)
     neighbours, threads = _neighbours(settings.threads, comm)
-    filed = {category for _, categories in files_of(settings, param) for category in categories}
-    in_memory = [region for region in regions if region.category not in filed]
+    filed = in_files(config)
     with _agreed(comm):
         if (wanted := settings.threads) is not None and wanted > 4 * (cores := len(usable_cores())):
             raise ConfigError(
@@ -117,16 +108,23 @@ def build_host(
                 "threads would only wait for each other"
             )
         check_optimizer(settings, optimizer)
-        arena_class(comm.device).check_host([*in_memory, *elsewhere], neighbours)
+        buffers = FileBuffers.plan(config, [(placed, g.partitioned) for g, placed in pairs], plan.sums, *dtypes)
+        in_memory = [*itertools.chain(*buffers), *(r for r in plan.regions if r.category not in filed)]
+        arena_class(comm.device).check_host([*in_memory, *plan.elsewhere], neighbours)
+    made = (comm.device, comm.ledger, comm.chaos, OffloadStats(), comm.ranges)
+    wire = FileWire(*made) if filed else HostDeviceCopier(*made)
+    make_shard: Callable[..., HostOptimizerShard]
+    make_shard = DelayedOptimizerShard if settings.delayed_update else HostOptimizerShard
+    files: Mapping[str, HostMemory] = {}
     with contextlib.ExitStack() as undo:
         with _agreed(comm):
             arena = HostArena(in_memory, comm.device, asks_for_pinning(settings, param))
             undo.callback(arena.close)
-        stores = dict[str, FileStore]()
-        with _agreed(comm):
-            for store, categories in open_stores(regions, settings, param, comm.device):
-                undo.callback(store.close)
-                stores |= dict.fromkeys(categories, store)
+        if isinstance(wire, FileWire):
+            undo.callback(wire.close)
+            with _agreed(comm):
+                wire.open(plan.regions, config)
+            files, make_shard = wire.files, partial(FileOptimizerShard, wire, wire.carve(buffers, arena))
         undo.pop_all()
     on_device = sum(p.layout.shard_numel - p.parameter_numel for g, p in pairs if g.partitioned)
     if comm.rank == 0 and param.device == "cpu" and on_device:
@@ -137,49 +135,61 @@ def build_host(
             param.max_in_cpu,
             on_device,
         )
-    wire = HostDeviceCopier(comm.device, comm.ledger, comm.chaos, OffloadStats(), comm.ranges)
-    shard_class = DelayedOptimizerShard if settings.delayed_update else HostOptimizerShard
-    made = (arena, wire, threads, settings, rooms, sums, staging)
-    return (
-        FileOffload(*made, FileOptimizerShard, None, stores, buffers, fetches)
-        if stores
-        else Offload(*made, shard_class)
-    )
+    return Offload(arena, files, wire, threads, settings, plan.rooms, plan.sums, plan.staging, make_shard)
 
 
-def _plan_regions(
-    pairs: Sequence[tuple[GroupLayout, OffloadPlan]],
-    config: ZeroConfig,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    moment_bytes: Sequence[int],
-    depth: int,
-    optimizer: torch.optim.Optimizer,
-) -> tuple[list[Region], list[Region], list[Region], HostGradients | None, list[Region], list[Region], list[Region]]:
+class HostPlan(NamedTuple):
     """All that is allocated, in order; what the host must have beside it; and, each by itself, what is carved late."""
-    settings, param = config.offload_optimizer, config.offload_param
-    compute, accumulation = dtypes
-    regions: list[Region] = []
-    for group, placed in pairs:
-        kept = Region(HOST_PARAMETERS, placed.parameter_numel if group.partitioned else 0, compute)
-        masters = Region(HOST_MASTERS, len(placed.host_masters), torch.float32)
-        regions += [region for region in (kept, masters) if region.numel]
-    trained = [(g.optimizer_group, placed) for g, placed in pairs if g.optimizer_group is not None]
-    stepped = [placed for _, placed in trained]
-    rooms = [Region(MOMENTS, placed.optimizer_numel * moment_bytes[group], torch.uint8) for group, placed in trained]
-    elsewhere = [] if makes_state_in_advance(optimizer) else [room for room in rooms if room.numel]
-    if elsewhere:
-        rooms = [Region(MOMENTS, 0, torch.uint8) for _ in rooms]
-    sums = None
-    if any(placed.optimizer_buckets for placed in stepped):
-        copies = 2 if settings.delayed_update else 1
-        kind = FileGradients if settings.device == "nvme" else HostGradients
-        sums = kind(stepped, copies, accumulation, depth + 1)
-    staging = staging_regions(stepped, compute, settings)
-    fetches = fetch_buffers(param, [placed for group, placed in pairs if group.partitioned], compute)
-    buffers = bucket_buffers(config, stepped, compute, accumulation)
-    regions += [room for room in rooms if room.numel] + fetches
-    regions += (sums.regions + sums.buffers if sums is not None else []) + staging + buffers
-    return regions, elsewhere, rooms, sums, staging, buffers, fetches
+
+    regions: list[Region]
+    elsewhere: list[Region]
+    rooms: list[Region]
+    sums: HostGradients | None
+    staging: list[Region]
+
+    @classmethod
+    def of(
+        cls,
+        pairs: Sequence[tuple[GroupLayout, OffloadPlan]],
+        config: ZeroConfig,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        moment_bytes: Sequence[int],
+        depth: int,
+        optimizer: torch.optim.Optimizer,
+    ) -> HostPlan:
+        """Of groups and where each lies; further arguments are those of :func:`build_host`."""
+        settings, (compute, accumulation) = config.offload_optimizer, dtypes
+        regions: list[Region] = []
+        for group, placed in pairs:
+            kept = Region(HOST_PARAMETERS, placed.parameter_numel if group.partitioned else 0, compute)
+            masters = Region(HOST_MASTERS, len(placed.host_masters), torch.float32)
+            regions += [region for region in (kept, masters) if region.numel]
+        trained = [(g.optimizer_group, placed) for g, placed in pairs if g.optimizer_group is not None]
+        stepped = [placed for _, placed in trained]
+        rooms = [Region(MOMENTS, placed.optimizer_numel * moment_bytes[g], torch.uint8) for g, placed in trained]
+        elsewhere = [] if makes_state_in_advance(optimizer) else [room for room in rooms if room.numel]
+        if elsewhere:
+            rooms = [Region(MOMENTS, 0, torch.uint8) for _ in rooms]
+        sums = None
+        if any(placed.optimizer_buckets for placed in stepped):
+            sums = HostGradients(stepped, 2 if settings.delayed_update else 1, accumulation, depth + 1)
+        staging = staging_regions(stepped, compute, settings)
+        regions += [room for room in rooms if room.numel] + (sums.regions if sums is not None else []) + staging
+        return cls(regions, elsewhere, rooms, sums, staging)
+
+
+def check_optimizer(settings: OffloadOptimizerConfig, optimizer: torch.optim.Optimizer) -> None:
+    """Raise a ConfigError where ``optimizer`` cannot step on one bucket at a time, and that is asked for."""
+    ways = (
+        ("device='nvme'", settings.device == "nvme", "bucket by bucket", "device=cpu"),
+        ("delayed_update", settings.delayed_update, "in a thread of its own", "switch delayed_update off"),
+    )
+    for name, asked, how, instead in ways:
+        if asked and not isinstance(optimizer, CPUAdam):
+            raise ConfigError(
+                f"zero.offload_optimizer.{name} steps {how}, with CPUAdam alone, and the optimizer is "
+                f"{type(optimizer).__name__}; choose CPUAdam (Adam or AdamW in the config), or {instead}"
+            )
 
 
 def staging_regions(

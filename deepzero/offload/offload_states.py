@@ -38,7 +38,7 @@ from torch import nn
 
 from deepzero.comm import process_group
 from deepzero.device import accelerator_of
-from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats, PendingCopy, bytes_of_storage
+from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats, Transfer, bytes_of_storage
 from deepzero.offload.pinned_arena import HostArena, HostMemoryError, Region, available_host_bytes, required_bytes
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.zero.buffer_pool import references
@@ -121,7 +121,7 @@ class OffloadedStorages:
         self._leaving = [(*one, one.storage.nbytes()) for one in leaving]
         self.arena = HostArena(regions, wire.device, pin)
         self._kept = [self.arena.allocate(*region) for region in regions]
-        self._copies: list[PendingCopy] = []
+        self._copies: list[Transfer] = []
         homes = [bytes_of_storage(one.storage, wire.device) for one in leaving if one.keep]
         for copy in [wire.to_host(STATES_TO_HOST, *pair) for pair in zip(self._kept, homes, strict=True)]:
             copy.wait()  # in the stream: memory that is given back is the next kernel's

@@ -23,8 +23,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -43,14 +44,15 @@ from deepzero.offload.copy_streams import (
     TO_HOST,
     HostDeviceCopier,
     OffloadStats,
-    PendingCopy,
     Transfer,
 )
+from deepzero.offload.cpu_adam import MOMENTS as MOMENT_NAMES
 from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.offload.pinned_arena import HostArena, Region, describe_bytes
+from deepzero.offload.pinned_arena import HostArena, HostMemory, Region
 from deepzero.runtime.optimizer_state import allocate_state
 from deepzero.runtime.zero.optimizer_shard import GradOutput, OptimizerShard
 from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
+from deepzero.runtime.zero.stage3 import HOST_PARAMETERS
 from deepzero.runtime.zero.stage_1_and_2 import HostAllocator, ParamGroup
 
 GRADIENTS, STAGING, MOMENTS = "host_gradients", "host_buffers", "host_moments"
@@ -58,78 +60,110 @@ GRADIENTS, STAGING, MOMENTS = "host_gradients", "host_buffers", "host_moments"
 
 @dataclass
 class Offload:
-    """The host's side of one rank: what is carved out of the arena, in the order of its plan, and the way there."""
+    """The host's side of one rank: what is carved out of the arena, or of files, in the order of the plan."""
 
     arena: HostArena
+    files: Mapping[str, HostMemory]  # by category: what lies in a file instead
     wire: HostDeviceCopier
     threads: int  # of the CPU's step
     settings: OffloadOptimizerConfig
     rooms: list[Region]  # of each trained group: what its optimizer state takes
     sums: HostGradients | None
     staging: list[Region]
-    shard_class: type[HostOptimizerShard]
+    make_shard: Callable[..., HostOptimizerShard]
     shard: HostOptimizerShard | None = None  # made by build_shard, where the CPU steps on anything
+    # Of each trained group: the optimizer's state of what the CPU steps on, by its name there.
+    columns: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     @property
     def meter(self) -> OffloadStats:
         """Bytes and seconds of the pipeline."""
         return self.wire.meter
 
+    @property
+    def memories(self) -> list[HostMemory]:
+        """The arena, and the files."""
+        return [self.arena, *dict.fromkeys(self.files.values())]
+
     def allocate(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """1-D memory of the arena."""
-        return self.arena.allocate(category, numel, dtype)
+        """1-D memory of the arena, or of a file's mapping."""
+        return self.files.get(category, self.arena).allocate(category, numel, dtype)
 
     def tensors(self, category: str) -> list[torch.Tensor]:
         """What was allocated under ``category``."""
-        return self.arena.tensors(category)
+        return self.files.get(category, self.arena).tensors(category)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory was allocated here."""
-        return self.arena.holds(tensor)
+        return any(memory.holds(tensor) for memory in self.memories)
 
     def ledger_name(self, category: str) -> str:
         """The ledger's word for what is allocated under ``category``."""
-        return category
+        return category.replace(HostMemory.prefix, self.files.get(category, self.arena).prefix)
 
     def check_states(self) -> None:
-        """Raise where what lies here is damaged. Memory does not fail; files do."""
+        """Raise a RuntimeError where what lies here is damaged."""
+        for memory in self.memories:
+            memory.check()
 
     def states_replaced(self) -> None:
-        """A checkpoint with the optimizer's states has been loaded."""
+        """A checkpoint with the optimizer's states has been loaded: what was damaged is not any more."""
+        for memory in self.memories:
+            memory.broken = None
+
+    def drop_pages(self) -> None:
+        """Give memory back in which pages of files lie."""
+        for memory in self.memories:
+            memory.drop_pages()
+
+    def close(self) -> None:
+        """Unlock the memory, end the files' threads; memory and disk space go back with the last tensor."""
+        for memory in self.memories:
+            memory.close()
 
     def close_step(self) -> None:
         """An optimizer step is complete."""
-        self.meter.close_step()
-
-    def close(self) -> None:
-        """Unlock the memory, which goes back to the system with its last tensor."""
-        self.arena.close()
+        self.wire.close_step()
 
     def finish_reads(self) -> None:
-        """Wait until no copy reads the arena."""
+        """Before parameters are written out of turn: nothing reads them, and nothing is used that was read before."""
         self.wire.finish_reads()
 
     def plain_all_gather(self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, where: str) -> PlainAllGather:
-        """How a bucket's parameters in host memory reach the device."""
-        return HostAllGather(self.wire, bucket, dtype, comm, where)
+        """How a bucket's parameters on the host reach the device."""
+        return HostAllGather(self.wire, HOST_PARAMETERS in self.files, bucket, dtype, comm, where)
 
     def allocate_state(self, optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -> None:
-        """Make the optimizer's state; for what the CPU steps on in the arena, one column for each kind of state."""
-        allocate_state(optimizer)
-        for group, plan in zip(groups, self.rooms, strict=True):
+        """Make the optimizer's state; for what the CPU steps on, one column for each kind of state."""
+        in_files = MOMENTS in self.files
+        if not in_files:
+            allocate_state(optimizer)
+        self.columns = [{} for _ in groups]
+        for group, plan, columns in zip(groups, self.rooms, self.columns, strict=True):
             if not plan.numel:
                 continue
             room, extent = self.allocate(MOMENTS, plan.numel, plan.dtype), group.placement.optimizer_numel
-            columns: dict[str, torch.Tensor] = {}
+            if in_files:  # CPUAdam's, made where it stays: host memory could not hold all of it, not for a while
+                columns |= zip(MOMENT_NAMES, room.view(torch.float32).split(extent), strict=True)
             for fragment, master in zip(group.fragments, group.masters, strict=True):
-                state = optimizer.state.get(master, {}) if fragment.shard_start < extent else {}
-                for key, value in state.items():
-                    if torch.is_tensor(value) and value.dim() and value.shape == master.shape:
-                        if key not in columns:
-                            column, room = room.tensor_split([extent * value.itemsize])
-                            columns[key] = column.view(value.dtype)
-                        column = columns[key][fragment.shard_start :][: fragment.numel]
-                        state[key] = column.view_as(value).copy_(value)
+                if fragment.shard_start >= extent:
+                    continue
+                if in_files:
+                    state = optimizer.state[master]
+                    state.setdefault("step", torch.zeros((), dtype=torch.float32))
+                    made = {name: state.get(name) for name in MOMENT_NAMES}
+                else:
+                    state = optimizer.state.get(master, {})
+                    tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
+                    made = {key: value for key, value in tensors.items() if value.dim() and value.shape == master.shape}
+                for key, value in made.items():
+                    if key not in columns:
+                        column, room = room.tensor_split([extent * value.itemsize])
+                        columns[key] = column.view(value.dtype)
+                    mine = columns[key][fragment.shard_start :][: fragment.numel].view_as(master)
+                    state[key] = mine if value is None else mine.copy_(value)
+        if in_files:
+            allocate_state(optimizer)
 
     def build_shard(
         self, optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup], *given: Any, **more: Any
@@ -137,10 +171,11 @@ class Offload:
         """Carve what gradients and staging need, and build the shard around it. Arguments are OptimizerShard's."""
         for group in groups:
             group.before_write = self.finish_reads
-        if self.sums is None:  # only parameters are on the host
-            return OptimizerShard(optimizer, groups, *given, **more)
-        self.shard = self.shard_class(self, optimizer, groups, *given, **more)
-        return self.shard
+        if self.sums is not None:
+            self.shard = self.make_shard(self, optimizer, groups, *given, **more)
+        self.drop_pages()  # the first values of masters and parameters are in their files
+        # Without a bucket to step on, only parameters are on the host.
+        return self.shard if self.shard is not None else OptimizerShard(optimizer, groups, *given, **more)
 
     @property
     def uploads(self) -> list[HostParamUpload]:
@@ -151,38 +186,38 @@ class Offload:
         """Let the parameters follow masters on the host that have been loaded."""
         for upload in self.uploads:
             upload.upload_masters()
+        self.drop_pages()
 
     def buffers_on_device(self) -> list[torch.Tensor]:
         """What is kept on the device for the copies."""
-        return [slot.device for slot in self.shard.gradients.slots] if self.shard is not None else []
+        return [slot.memory for slot in self.shard.gradients.slots] if self.shard is not None else []
 
     def describe(self, optimizer: torch.optim.Optimizer) -> str:
-        """One line: sizes, whether locked, threads, kernel."""
+        """One line: sizes, whether locked, threads, kernel; what lies in files, and how it gets there."""
         how = type(optimizer).__name__
         if isinstance(optimizer, CPUAdam):
             how = optimizer.describe()
         elif isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             how = f"torch's {how}; CPUAdam would take one pass over memory"
-        locked = "page-locked" if self.arena.pinned else "not page-locked"
-        sizes = describe_bytes(self.arena.regions)
-        return f"offload per rank: {sizes} of host memory, {locked}; {self.threads} threads; {how}"
+        arena, *files = self.memories
+        said = [f"offload per rank: {arena.describe()}", f"{self.threads} threads", how]
+        return "; ".join([*said, *(file.describe() for file in files if file.nbytes)])
 
 
 # ---- 1 fetch: parameters in host memory (offload_param) --------------------------------------------------------------
 
 
 class HostAllGather(PlainAllGather):
-    """The all-gather of a bucket whose shard lies in host memory; every gather copies it to the device anew."""
+    """The all-gather of a bucket whose shard lies in host memory, or in a file; every gather fetches it anew."""
 
     on_host = True
 
-    def __init__(
-        self, copier: HostDeviceCopier, bucket: Bucket, dtype: torch.dtype, comm: Communicator, where: str
-    ) -> None:
-        super().__init__(bucket, dtype, comm, where)
-        self._copier, self._shard_padding = copier, bucket.padding_of(comm.rank)
-        self._copy: PendingCopy | None = None
-        comm.ledger.untracked_kinds.add(FETCH_BETWEEN_STEPS)
+    def __init__(self, copier: HostDeviceCopier, in_file: bool, bucket: Bucket, *given: Any) -> None:
+        super().__init__(bucket, *given)
+        self.in_file = in_file
+        self._copier, self._shard_padding = copier, bucket.padding_of(self.comm.rank)
+        self._copy: Transfer | None = None
+        self.comm.ledger.untracked_kinds.add(FETCH_BETWEEN_STEPS)
 
     @contextlib.contextmanager
     def fetch_shard(self, kind: str, shard: torch.Tensor, target: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -206,25 +241,29 @@ class HostAllGather(PlainAllGather):
 
 
 @dataclass
-class StagingSlot:
-    """A place on the device for one bucket's sum, which comes from the host if something is to be added to it.
+class StagingBuffer:
+    """A place where one bucket after the other stops on its way, on the device or on the host.
 
-    ::
+    On the device, for a bucket's sum, which comes from the host if something is to be added to it::
 
-        output                       reduce into it   leave                   settle (before the slot is used again)
+        output                       reduce into it   leave                   finish (before the slot is used again)
         copy up what was there       add              copy down, own stream   the copy is there
         ---- free ----> taken --------------------------- in flight -------> free
     """
 
-    device: torch.Tensor
-    copy: Transfer | None = None  # the last one that was launched
+    memory: torch.Tensor
+    copy: Transfer | None = None  # the last one that was launched, from here or to here
     taken: bool = False  # a reduction writes into it
 
-    def settle(self) -> None:
-        """Wait for the slot's copy."""
-        if self.copy is not None:
-            self.copy.finish()
-            self.copy = None
+    def finish(self) -> None:
+        """Wait for the last transfer: what is here is about to be read by the program, or written over."""
+        copy, self.copy = self.copy, None
+        if copy is not None:
+            copy.finish()
+
+    def is_over(self) -> bool:
+        """Whether :meth:`finish` would not wait."""
+        return self.copy is None or self.copy.is_over()
 
 
 class HostGradients:
@@ -244,12 +283,11 @@ class HostGradients:
     wire: HostDeviceCopier
 
     def __init__(self, placements: Sequence[OffloadPlan], copies: int, dtype: torch.dtype, slots: int) -> None:
-        self.copies, self._current, self._next = copies, 0, 0
+        self.copies, self._current = copies, 0
         self.largest = max(b.shard_numel for p in placements for b in p.layout.buckets if p.steps_on_host(b))
         self.regions = [Region(GRADIENTS, p.optimizer_numel, dtype) for p in placements for _ in range(copies)]
         self.slot_count, self._sums = slots, list[torch.Tensor]()
-        self.buffers: list[Region] = []  # further ones of the arena's, beside the sums
-        self.slots: list[StagingSlot] = []
+        self.slots = deque[StagingBuffer]()  # the oldest first
         # The way down of each bucket's last sum, by group and bucket: it goes up again when it is there.
         self._down: dict[tuple[int, int], Transfer] = {}
 
@@ -257,9 +295,8 @@ class HostGradients:
         """Take the planned regions, and the slots on the device."""
         self.wire, self._sums = wire, [allocate(*region) for region in self.regions]
         dtype = self.regions[0].dtype
-        self.slots = [
-            StagingSlot(torch.zeros(self.largest, dtype=dtype, device=wire.device)) for _ in range(self.slot_count)
-        ]
+        rooms = [torch.zeros(self.largest, dtype=dtype, device=wire.device) for _ in range(self.slot_count)]
+        self.slots.extend(map(StagingBuffer, rooms))
 
     def sum_of(self, group: int, bucket: Bucket) -> torch.Tensor:
         """This rank's part of the bucket's sum, on the host; complete after :meth:`drain`."""
@@ -275,16 +312,16 @@ class HostGradients:
         With ``accumulate`` what is on the host comes there first; ``padding`` elements of it belong to no parameter;
         ``measure`` sees the finished sum.
         """
-        slot = self.slots[self._next]
-        self._next = (self._next + 1) % len(self.slots)
+        slot = self.slots[0]
+        self.slots.rotate(-1)
         if slot.taken:
             raise RuntimeError("more reductions are under way than there are slots for their sums")
-        slot.settle()
+        slot.finish()
         slot.taken, target, key = True, self.sum_of(group, bucket), (group, bucket.index)
-        source, where = slot.device[: bucket.shard_numel], f"bucket {bucket.index}"
+        source, where = slot.memory[: bucket.shard_numel], f"bucket {bucket.index}"
         down = self._down.pop(key, None)
 
-        fetch = partial(self._fetch, slot, target, padding, where)
+        fetch = partial(self.wire.to_device, SUMS_TO_DEVICE, source, target, padding, where)
         # It left a whole micro-batch ago, if the model has many buckets; else it may be a reduction still.
         if accumulate and down is not None and down.is_over():
             slot.copy = fetch()
@@ -297,56 +334,36 @@ class HostGradients:
                     slot.copy = fetch()
                 slot.copy.wait()
             yield
-            slot.copy = self._down[key] = self._leave(slot, target, padding, where)
+            slot.copy = self._down[key] = self.wire.to_host(TO_HOST, target, source, padding, where)
             slot.taken = False
 
         return source, measure, there_and_back
 
-    def _fetch(self, slot: StagingSlot, sums: torch.Tensor, padding: int, where: str) -> Transfer:
-        """Launch: a bucket's sums on the host into its slot."""
-        return self.wire.to_device(SUMS_TO_DEVICE, slot.device[: sums.numel()], sums, padding, where)
-
-    def _leave(self, slot: StagingSlot, sums: torch.Tensor, padding: int, where: str) -> Transfer:
-        """Launch the way back."""
-        return self.wire.to_host(TO_HOST, sums, slot.device[: sums.numel()], padding, where)
-
     def drain(self) -> None:
         """Wait for everything that has left, the oldest first. Afterwards the sums may be read."""
-        for slot in (*self.slots[self._next :], *self.slots[: self._next]):
-            slot.settle()
+        for slot in self.slots:
+            slot.finish()
 
     def discard(self) -> None:
-        """Free all slots, also those that an exception has kept from leaving."""
-        self.drain()
+        """Free all slots, also those that an exception has kept from leaving, or whose transfer has failed."""
         for slot in self.slots:
+            with contextlib.suppress(RuntimeError):  # a disk's: nobody reads what has left
+                slot.finish()
             slot.taken = False
 
 
 # ---- 6 publish: back to the device -----------------------------------------------------------------------------------
 
 
-@dataclass
-class StagingBuffer:
-    """What the CPU has written and a copy reads: a buffer that some uploads use in turn, or masters (None)."""
-
-    memory: torch.Tensor | None = None
-    copy: PendingCopy | None = None
-
-    def finish(self) -> None:
-        """Wait until the last copy has left: the CPU is about to write over what it reads."""
-        if self.copy is not None:
-            self.copy.finish()
-            self.copy = None
-
-
 class HostParamUpload:
     """One bucket's new parameters, from the CPU's step to where the model reads them.
 
-    ``staging`` is where the CPU writes what travels.
+    ``staging`` is where the CPU writes what travels: an empty one where the masters themselves do, or nothing does.
     """
 
     def __init__(self, shard: HostOptimizerShard, number: int, bucket: Bucket, staging: StagingBuffer) -> None:
         self._shard, self.number, self.bucket, self._staging = shard, number, bucket, staging
+        self._staged = staging.memory if staging.memory.numel() else None
         self.group = shard.groups[number]
         inside = self.group.inside(bucket)
         self.fragments, self.masters = self.group.fragments[inside], self.group.masters[inside]
@@ -363,7 +380,7 @@ class HostParamUpload:
         self._staging.finish()
         # offload_param: the step writes where parameters live, and nothing travels here. The program has stood still
         # for what was fetched from there: the agreement before the step is read behind the passes.
-        memory = self._staging.memory
+        memory = self._staged
         if self._on_host:
             own = self.group.placement.own_masters_at(self.bucket)
             memory = None if own else self.group.param_shard(self.bucket) if self.kept is None else self.kept
@@ -382,7 +399,7 @@ class HostParamUpload:
 
     def send(self) -> None:
         """Launch the copy of what the step has written, and tell the stage."""
-        copy, memory, bucket = None, self._staging.memory, self.bucket
+        copy, memory, bucket = None, self._staged, self.bucket
         behind: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if not self._on_host:
             source = self.group.master_of(bucket) if memory is None else memory[: bucket.shard_numel]
@@ -457,7 +474,7 @@ class HostOptimizerShard(OptimizerShard):
         for number, group in enumerate(self.groups):
             for bucket in (b for b in group.layout.buckets if group.placement.steps_on_host(b)):
                 travels = bool(staging) and not group.placement.keeps_on_host(bucket)
-                buffer = next(turns) if travels else StagingBuffer()
+                buffer = next(turns) if travels else StagingBuffer(torch.empty(0))
                 self.uploads.append(HostParamUpload(self, number, bucket, buffer))
 
     # ---- 3, 4: reduced gradients arrive ------------------------------------------------------------------------------

@@ -47,10 +47,9 @@ class Region(NamedTuple):
         """Of the tensor itself."""
         return self.numel * self.dtype.itemsize
 
-    @property
-    def stride_bytes(self) -> int:
-        """With what follows it up to the next region."""
-        return -(-self.bytes // ALIGN_BYTES) * ALIGN_BYTES
+    def padded_bytes(self, align: int) -> int:
+        """With what follows it up to the next region, which starts at a multiple of ``align``."""
+        return -(-self.bytes // align) * align
 
 
 class HostMemoryError(RuntimeError):
@@ -61,9 +60,9 @@ class PageLockError(HostMemoryError):
     """The memory is there, and the system refuses to lock its pages."""
 
 
-def required_bytes(regions: Iterable[Region]) -> int:
-    """The exact size of an arena."""
-    return sum(region.stride_bytes for region in regions)
+def required_bytes(regions: Iterable[Region], align: int = ALIGN_BYTES) -> int:
+    """The exact size of an arena; with another ``align``, of a file."""
+    return sum(region.padded_bytes(align) for region in regions)
 
 
 def describe_bytes(regions: Iterable[Region]) -> str:
@@ -107,8 +106,80 @@ def available_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = P
     return min(found) if found else None
 
 
-class HostArena:
-    """One allocation for ``regions``, carved in order; locked with ``pin``, where ``device`` is a GPU.
+class HostMemory:
+    """Memory for ``regions``, which are known before there is any, carved in order: the arena, or a file.
+
+    Every carved tensor has a storage of its own. ``device`` is the one whose host this is.
+    """
+
+    align = ALIGN_BYTES
+    prefix = "host_"
+    """In front of a category, it says in the ledger where that lies."""
+    _memory: mmap.mmap
+
+    def __init__(self, regions: Sequence[Region], device: torch.device) -> None:
+        self.regions, self.nbytes, self.device = list(regions), required_bytes(regions, self.align), device
+        self.broken: str | None = None
+        """Why what lies here is half old, half new, if it is. Memory does not fail; files do."""
+        self._carved: list[tuple[str, torch.Tensor]] = []
+        self._starts: dict[int, int] = {}  # of each carved tensor's storage: where it begins
+        self._next = self._offset = 0
+
+    def allocate(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next region of the plan, zero: a 1-D tensor of ``numel`` elements with a storage of its own."""
+        wanted = Region(category, numel, dtype)
+        planned = self.regions[self._next] if self._next < len(self.regions) else "nothing"
+        if planned != wanted:
+            raise RuntimeError(f"the plan has {planned} next, not {wanted}")
+        self._next += 1
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        carved = self._carve(wanted, self._offset)
+        self._starts[storage_ptr_of(carved)] = self._offset
+        self._offset += wanted.padded_bytes(self.align)
+        self._carved.append((category, carved))
+        return carved
+
+    def _carve(self, region: Region, start: int) -> torch.Tensor:
+        return torch.frombuffer(self._memory, dtype=region.dtype, count=region.numel, offset=start)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of one that was carved here."""
+        return tensor.numel() > 0 and storage_ptr_of(tensor) in self._starts
+
+    def tensors(self, category: str) -> list[torch.Tensor]:
+        """What was carved under ``category``, for the ledger."""
+        return [tensor for name, tensor in self._carved if name == category]
+
+    def describe(self) -> str:
+        """How much of what is here, in words, and how it is kept."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise a RuntimeError where what lies here is damaged."""
+        if self.broken is not None:
+            raise RuntimeError(self.broken)
+
+    def drop_pages(self) -> None:
+        """Give host memory back that is not needed: none of the arena's."""
+
+    def close(self) -> None:
+        """Let go. The memory, or the disk's space, goes back with the last carved tensor."""
+        self._carved = []
+
+
+class WithoutValues(HostMemory):
+    """Memory, or a file, that is not there: a dry run is about another host, and carves tensors without values."""
+
+    def _reserve(self, *_: object) -> None:
+        pass
+
+    def _carve(self, region: Region, start: int) -> torch.Tensor:
+        return torch.empty(region.numel, dtype=region.dtype, device=self.device)
+
+
+class HostArena(HostMemory):
+    """One allocation in host memory; its pages are locked with ``pin``, where ``device`` is a GPU.
 
     Raises:
         HostMemoryError: the system refuses the memory.
@@ -122,57 +193,25 @@ class HostArena:
         return super().__new__(arena_class(device))
 
     def __init__(self, regions: Sequence[Region], device: torch.device, pin: bool) -> None:
-        self.regions, self.nbytes, self.pinned = list(regions), required_bytes(regions), False
-        self._carved: list[tuple[str, torch.Tensor]] = []
-        self._next = self._offset = 0
-        self._reserve(device, pin)
+        super().__init__(regions, device)
+        self.pinned = False
+        self._reserve(pin)
 
-    def _reserve(self, device: torch.device, pin: bool) -> None:
+    def _reserve(self, pin: bool) -> None:
         try:
             # A forked data worker must not make every page copy-on-write: locked pages would then be the wrong ones.
             self._memory = _anonymous(max(self.nbytes, 1), forked=False)
         except (OSError, ValueError, OverflowError) as error:
             sizes = describe_bytes(self.regions)
             raise HostMemoryError(f"the system refuses {sizes} of host memory: {error}") from None
-        self._address = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
-        if pin and accelerator_of(device).has_streams and self.nbytes:
-            self._lock(device)
+        if pin and accelerator_of(self.device).has_streams and self.nbytes:
+            self._lock()
 
-    def allocate(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next region of the plan, zero: a 1-D tensor of ``numel`` elements with a storage of its own."""
-        wanted = Region(category, numel, dtype)
-        planned = self.regions[self._next] if self._next < len(self.regions) else "nothing"
-        if planned != wanted:
-            raise RuntimeError(f"the arena's plan has {planned} next, not {wanted}")
-        self._next += 1
-        start, self._offset = self._offset, self._offset + wanted.stride_bytes
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        self._carved.append((category, self._carve(wanted, start)))
-        return self._carved[-1][1]
-
-    def _carve(self, region: Region, start: int) -> torch.Tensor:
-        return torch.frombuffer(self._memory, dtype=region.dtype, count=region.numel, offset=start)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory is the arena's."""
-        return tensor.device.type == "cpu" and 0 <= tensor.data_ptr() - self._address < max(self.nbytes, 1)
-
-    def tensors(self, category: str) -> list[torch.Tensor]:
-        """What was carved under ``category``, for the ledger."""
-        return [tensor for name, tensor in self._carved if name == category]
-
-    def close(self) -> None:
-        """Unlock the pages. The memory goes back to the system when the last carved tensor is gone."""
-        if self.pinned:
-            self.pinned = False
-            self._unlock()
-        self._carved = []
-
-    def _lock(self, device: torch.device) -> None:
-        accelerator = accelerator_of(device)
+    def _lock(self) -> None:
+        accelerator = accelerator_of(self.device)
+        address = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
         try:
-            accelerator.lock_pages(self._address, self.nbytes, device)
+            accelerator.lock_pages(address, self.nbytes, self.device)
         except OSError as error:
             # No limit helps a device that cannot.
             limit = "" if error.errno == errno.ENOTSUP else "raise the limit of locked memory (ulimit -l), or "
@@ -182,26 +221,28 @@ class HostArena:
             ) from None
         self.pinned = True
         # Pages that are given back while they are registered would stay registered, for whoever gets them next.
-        self._unlock = weakref.finalize(self, accelerator.unlock_pages, self._address, device)
+        self._unlock = weakref.finalize(self, accelerator.unlock_pages, address, self.device)
         self._unlock.atexit = False  # the system takes all pages back, and CUDA may be gone by then
 
+    def describe(self) -> str:
+        """Sizes, and whether the pages are locked."""
+        locked = "page-locked" if self.pinned else "not page-locked"
+        return f"{describe_bytes(self.regions)} of host memory, {locked}"
 
-class DryRunArena(HostArena):
-    """Host memory that is not there: a dry run is about another host, and carves tensors without values."""
+    def close(self) -> None:
+        """Unlock the pages. The memory goes back to the system when the last carved tensor is gone."""
+        super().close()
+        if self.pinned:
+            self.pinned = False
+            self._unlock()
+
+
+class DryRunArena(WithoutValues, HostArena):
+    """The arena of a dry run."""
 
     @staticmethod
     def check_host(*_: object) -> None:
         """Nothing is asked of this host."""
-
-    def _reserve(self, device: torch.device, pin: bool) -> None:
-        self._device = device
-
-    def _carve(self, region: Region, start: int) -> torch.Tensor:
-        return torch.empty(region.numel, dtype=region.dtype, device=self._device)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a view of one that was carved."""
-        return any(storage_ptr_of(tensor) == storage_ptr_of(carved) for _, carved in self._carved)
 
 
 def arena_class(device: torch.device) -> type[HostArena]:

@@ -50,9 +50,8 @@ from deepzero.config.engine import EngineConfig
 from deepzero.config.zero import ZeroConfig
 from deepzero.layout import Bucket, FlatLayout, OffloadPlan
 from deepzero.offload.copy_streams import FETCH, SUMS_TO_DEVICE, TO_DEVICE, TO_HOST
-from deepzero.offload.file_offload import FileAllGather
-from deepzero.offload.file_store import BLOCK, FILE_FETCH, FILE_READ, FILE_WRITE
-from deepzero.offload.optimizer_offload import GRADIENTS, MOMENTS, STAGING
+from deepzero.offload.file_store import FILE_FETCH, FILE_READ, FILE_WRITE, in_blocks
+from deepzero.offload.optimizer_offload import GRADIENTS, MOMENTS, STAGING, HostAllGather
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
 from deepzero.runtime.zero.fetch_plan import FetchPlan
@@ -210,13 +209,12 @@ def offload_bytes(
     staged = sum(sent) if optimizer.delayed_update else max(sent, default=0) * min(2, len(sent))
     host, states = staged * sizes.compute, 0  # bytes of an element's states, as they stand before a step
     if files and stepped:
-        host += slots * (part_bytes + BLOCK)
+        host += slots * in_blocks(part_bytes)
         states += 12 + sizes.accumulation  # master, two moments, sum
     if param.device == "nvme":
-        host += min(param.buffer_count, len(kept)) * (max(kept, default=0) * sizes.compute + BLOCK)
+        host += min(param.buffer_count, len(kept)) * in_blocks(max(kept, default=0) * sizes.compute)
         states += sizes.compute if sizes.compute < 4 or not states else 0
-    if states:
-        host += min(optimizer.buffer_count // 4, len(stepped)) * (largest * states + BLOCK)
+    host += min(optimizer.buffer_count // 4, len(stepped)) * in_blocks(largest * states)
     return slots * part_bytes, host
 
 
@@ -367,7 +365,7 @@ def planned(buckets: Sequence[PartitionedBucket], plan: FetchPlan) -> tuple[dict
                 part_bytes = bucket.layout.shard_numel * gather.dtype.itemsize
                 fetched.add(Traffic(1, true / world, (bucket.layout.numel - true) / world, part_bytes))
     traffic = {**forms, **_replicas(buckets), **({FETCH: fetched} if fetched.calls else {})}
-    if fetched.calls and any(isinstance(bucket.gather.source, FileAllGather) for bucket in buckets):
+    if fetched.calls and any(isinstance(b.gather.source, HostAllGather) and b.gather.source.in_file for b in buckets):
         traffic[FILE_FETCH] = fetched
     return traffic, most_flying * max((bucket.gather.scratch_bytes for bucket in buckets), default=0)
 
@@ -529,13 +527,13 @@ def _file_traffic(built: ZeroComponents, world: int, sizes: StateSizes) -> dict[
         both = [4] * (params if own else states) + [4] * (2 * states)
         reads, writes = both + [sizes.accumulation] * states, both + [sizes.compute] * (params and kept and not own)
         sums, true = [sizes.accumulation] * states, bucket.true_numel() / world
-        for kind, moved, files, times in (
-            (FILE_READ, reads, states + (params and own), 1), (FILE_READ, sums, 1, sizes.reductions - 1),
-            (FILE_WRITE, writes, states + (params and kept), 1), (FILE_WRITE, sums, 1, sizes.reductions),
+        for kind, moved, times in (
+            (FILE_READ, reads, 1), (FILE_READ, sums, sizes.reductions - 1),
+            (FILE_WRITE, writes, 1), (FILE_WRITE, sums, sizes.reductions),
         ):  # fmt: skip
             rest, nbytes = bucket.shard_numel - true, sum(moved) * bucket.shard_numel
             if moved:
-                forms[kind].add(Traffic(files, len(moved) * true, len(moved) * rest, nbytes), times)
+                forms[kind].add(Traffic(1, len(moved) * true, len(moved) * rest, nbytes), times)
     return {kind: form for kind, form in forms.items() if form.calls}
 
 

@@ -13,12 +13,11 @@ import torch
 
 import deepzero
 from deepzero.comm import process_group
-from deepzero.config.strict import ConfigError
 from deepzero.offload.delayed_update import DelayedOptimizerShard
 from deepzero.ops import CPUAdam
 from deepzero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.distributed.pool import on_ranks
-from tests.distributed.test_offload import CPU_ADAM, settings
+from tests.distributed.test_offload import settings
 from tests.distributed.training import built, check_same_bits, go, make_batch, make_model, my_micro_batches, train_each
 
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
@@ -197,16 +196,6 @@ def test_readers_and_writers(rank, world):
     with deepzero.zero.GatheredParameters(param):
         assert bool((param == 1).all())
     engine.destroy()
-
-
-@on_ranks()
-def test_other_optimizers_are_refused(rank, world):
-    model = make_model()
-    case = late(2)
-    del case["optimizer"]
-    with pytest.raises(ConfigError, match="CPUAdam alone"):
-        deepzero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=case)
-    assert CPU_ADAM["type"] == "CPUAdam"
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -9,19 +9,16 @@ import re
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
-import deepzero
 from deepzero.config.strict import ConfigError
 from deepzero.utils import safe_get_full_fp32_param
 from tests.distributed import test_offload as in_memory
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import Wide, built, check_same_bits, go, my_micro_batches
+from tests.distributed.training import Wide, built, check_same_bits, go
 
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
 STEPS, BUCKET = 4, 12_000
@@ -91,85 +88,6 @@ def test_same_bits_and_counted_bytes(ranks, tmp_path, stage, world, name):
     assert list(tmp_path.iterdir()) == []
 
 
-@on_ranks()
-def test_frozen_weights_in_files(rank, world, tmp_path):
-    """Large weights are frozen, norms and biases trained; also with the optimizer on the device."""
-    found = []
-    more = {"precision": "bf16", "bucket": 500}
-    cases = [in_memory.settings(3, **more), settings(3, tmp_path, {}, chaos=3, **more)]
-    cases += [settings(3, tmp_path, {}, ratio=0.0, optimizer=False, **more)]
-    for case in cases:
-        for init in (False, True):
-            found.append(in_memory.adapted(rank, world, case, init)[:2])
-    assert all(one == found[0] for one in found)
-
-
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
-@on_ranks()
-def test_checkpoints_with_and_without(rank, world, stage, tmp_path):
-    """Saved with files and loaded with host memory or with nothing, and the other way round."""
-    in_files = settings(stage, tmp_path, {} if stage == 3 else None, chaos=4, precision="bf16")
-    others = in_memory.settings(stage, precision="bf16"), in_memory.settings(stage, 1.0, precision="bf16")
-    straight = built(others[0], Wide)
-    wanted = go(straight, rank, world, 0, 6)
-    for number, (one, other) in enumerate([(others[0], in_files), (in_files, others[1]), (in_files, in_files)]):
-        folder = tmp_path / f"checkpoint{number}"
-        first = built(one, Wide)
-        begun = go(first, rank, world, 0, 3)
-        first.save_checkpoint(folder, asynchronous=number == 2)
-        begun += go(first, rank, world, 3, 4)[:0]  # a save in the background, while a step goes on
-        first.destroy()
-        second = built(other, Wide)
-        go(second, rank, world, 3, 4)  # what is loaded replaces something else
-        second.load_checkpoint(folder)
-        assert begun + go(second, rank, world, 3, 6) == wanted
-        assert second.params_sha256() == straight.params_sha256()
-        second.destroy()
-
-
-def look_inside(rank, world, case):
-    """``test_offload.py``'s, for any case."""
-    patched = {"settings": lambda *_, **__: case, "built": partial(built, model=Wide)}
-    with mock.patch.multiple(in_memory, **patched):
-        return in_memory.look_inside(rank, world, 3, 1.0)
-
-
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
-@on_ranks()
-def test_looking_at_parts(rank, world, stage, tmp_path):
-    """``safe_get_*`` and ``safe_set_*`` read and write what lies in files."""
-    more = {"precision": "bf16", "chaos": 6}
-    without = look_inside(rank, world, in_memory.settings(stage, **more))
-    in_files = look_inside(rank, world, settings(stage, tmp_path, {} if stage == 3 else None, **more))
-    assert all(torch.equal(one, other) for one, other in zip(without[:-1], in_files[:-1], strict=True))
-    assert without[-1] == in_files[-1]
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@on_ranks()
-def test_writes_between_steps(rank, world, stage, tmp_path):
-    """Masters and parameters in files follow what is written, and nothing that was read ahead is used after it."""
-    found = []
-    more = {"precision": "bf16", "chaos": 6}
-    for case in (in_memory.settings(stage, **more), settings(stage, tmp_path, {} if stage == 3 else None, **more)):
-        engine = built(case, Wide)
-        weight = engine.module.blocks[0][1].weight
-        go(engine, rank, world, 0, 2)
-        with deepzero.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
-            weight.mul_(0.5)
-        evaluated = []
-        engine.eval()
-        with torch.no_grad():
-            evaluated.append(engine(*my_micro_batches(9, rank, world, 2, 1)[0]).item())
-        engine.train()
-        state = {key: value + 0.25 for key, value in engine.module_state_dict().items()}
-        go(engine, rank, world, 2, 3)
-        engine.load_module_state_dict(state)
-        found.append((evaluated, go(engine, rank, world, 3, 5), engine.params_sha256()))
-        engine.destroy()
-    assert found[0] == found[1]
-
-
 # ---- what is refused, and what is left -------------------------------------------------------------------------------
 
 
@@ -204,14 +122,6 @@ def test_bad_settings(rank, world, changes, words, tmp_path):
 def test_bad_settings_of_parameters(rank, world, param, words, tmp_path):
     with pytest.raises(ConfigError, match=words):
         built(settings(3, tmp_path, param, pipeline={}), Wide)
-
-
-@on_ranks()
-def test_other_optimizers_are_refused(rank, world, tmp_path):
-    model, case = Wide(), settings(2, tmp_path)
-    del case["optimizer"]
-    with pytest.raises(ConfigError, match="CPUAdam alone, and the optimizer is AdamW"):
-        built(case, model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
 @on_ranks()
@@ -281,7 +191,7 @@ def test_a_disk_that_fails_in_a_fetch(rank, world, tmp_path):
         engine = built(settings(3, tmp_path, {}, precision="bf16"), Wide)
         losses.append(go(engine, rank, world, 0, 2))
         if fails:
-            engine.zero.offload.ahead.discard()  # so that the next fetch reads, and meets the disk
+            engine.zero.offload.wire.ahead.discard()  # so that the next fetch reads, and meets the disk
             error = OSError(errno.EIO, "Input/output error")
             with mock.patch("os.preadv", side_effect=error), pytest.raises(RuntimeError, match="Input/output error"):
                 go(engine, rank, world, 2, 3)

@@ -62,6 +62,17 @@ def settings(stage, ratio=None, param=False, chaos=None, bucket=200, **more):
     )  # fmt: skip
 
 
+def tier(name, stage, folder, chaos=None, **more):
+    """Settings with everything on the device, in host memory, or in files; in stage 3 parameters, too."""
+    case = settings(stage, None if name == "plain" else 1.0, name != "plain" and stage == 3, chaos, **more)
+    if name == "files":
+        block, where = case["zero_optimization"], {"device": "nvme", "nvme_path": str(folder)}
+        block["offload_optimizer"] |= {**where, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+        if stage == 3:
+            block["offload_param"] = where
+    return case
+
+
 def check_same(ranks, cases, world_size=2):
     """The first case's bits in all; what was counted is what was predicted."""
     (losses, *_), reports = check_same_bits(ranks, cases, STEPS, world_size)
@@ -194,29 +205,32 @@ def test_order_of_events(rank, world):
     assert all(second < first for first, second in zip(up[1:], gathers, strict=False))
 
 
+PAIRS = (("plain", "memory"), ("memory", "plain"), ("plain", "files"), ("files", "memory"), ("files", "files"))
+
+
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
 @on_ranks()
 def test_checkpoints_with_and_without(rank, world, stage, tmp_path):
-    """Saved with offload and loaded without, and the other way round: the bits of a run that did not stop."""
-    plain = settings(stage, precision="bf16")
-    offloaded = settings(stage, 0.5 if stage == 2 else 1.0, param=stage == 3, chaos=4, precision="bf16")
-    straight = built(plain)
+    """Saved by one tier and loaded by another: the bits of a run that did not stop."""
+    straight = built(tier("plain", stage, tmp_path, precision="bf16"))
     wanted = go(straight, rank, world, 0, 6)
-    for one, other in ((plain, offloaded), (offloaded, plain)):
+    for number, names in enumerate(PAIRS):
+        one, other = (tier(name, stage, tmp_path, {"plain": None}.get(name, 4), precision="bf16") for name in names)
         first = built(one)
         begun = go(first, rank, world, 0, 3)
-        first.save_checkpoint(tmp_path / str(one is plain))
+        first.save_checkpoint(tmp_path / str(number), asynchronous=number == 4)
+        go(first, rank, world, 3, 4)  # a save in the background, while a step goes on
         first.destroy()
         second = built(other)
         go(second, rank, world, 3, 4)  # what is loaded replaces something else
-        second.load_checkpoint(tmp_path / str(one is plain))
+        second.load_checkpoint(tmp_path / str(number))
         went_on = go(second, rank, world, 3, 6)
-        assert begun + went_on == wanted and second.params_sha256() == straight.params_sha256()
+        assert begun + went_on == wanted and second.params_sha256() == straight.params_sha256(), names
         second.destroy()
 
 
-def look_inside(rank, world, stage, ratio):
-    engine = built(settings(stage, ratio, precision="bf16", chaos=6))
+def look_inside(rank, world, case):
+    engine = built(case)
     go(engine, rank, world, 0, 2)
     engine.backward(engine(*my_micro_batches(2, rank, world, engine.batch.micro_batch, 1)[0]))
     param = engine.module.blocks[0][1].weight
@@ -235,30 +249,38 @@ def look_inside(rank, world, stage, ratio):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks()
-def test_looking_at_parts(rank, world, stage):
-    without, with_offload = (look_inside(rank, world, stage, ratio) for ratio in (None, 1.0))
-    for one, other in zip(without[:-1], with_offload[:-1], strict=True):
-        assert torch.equal(one, other)
+def test_looking_at_parts(rank, world, stage, tmp_path):
+    """``safe_get_*`` and ``safe_set_*`` read and write what lies wherever."""
+    cases = (tier(name, stage, tmp_path, 6, precision="bf16") for name in ("plain", "memory", "files"))
+    without, *others = (look_inside(rank, world, case) for case in cases)
+    for found in others:
+        assert all(torch.equal(one, other) for one, other in zip(without[:-1], found[:-1], strict=True))
+        assert without[-1] == found[-1]
     assert torch.equal(without[1], without[0] * 2) and torch.equal(without[4], (without[2] + 1).bfloat16())
-    assert without[-1] == with_offload[-1]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks()
-def test_writes_between_steps(rank, world, stage):
-    """A master on the host follows what is written to its parameter on the device."""
+def test_writes_between_steps(rank, world, stage, tmp_path):
+    """Masters and parameters follow what is written, and nothing that was read ahead is used after it."""
     found = []
-    for ratio in (None, 1.0):
-        engine = built(settings(stage, ratio, precision="bf16", chaos=6))
-        norm = engine.module.norm
-        go(engine, rank, world, 0, 1)
-        with deepzero.zero.GatheredParameters(norm.weight, modifier_rank=0), torch.no_grad():
-            norm.weight.mul_(0.5)
+    for name in ("plain", "memory", "files"):
+        engine = built(tier(name, stage, tmp_path, 6, precision="bf16"))
+        weights = engine.module.norm.weight, engine.module.blocks[0][1].weight
+        go(engine, rank, world, 0, 2)
+        for weight in weights:
+            with deepzero.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+                weight.mul_(0.5)
+        engine.eval()
+        with torch.no_grad():
+            evaluated = engine(*my_micro_batches(9, rank, world, 2, 1)[0]).item()
+        engine.train()
         state = {key: value + 0.25 for key, value in engine.module_state_dict().items()}
-        go(engine, rank, world, 1, 2)
+        go(engine, rank, world, 2, 3)
         engine.load_module_state_dict(state)
-        found.append((go(engine, rank, world, 2, 4), engine.params_sha256()))
-    assert found[0] == found[1]
+        found.append((evaluated, go(engine, rank, world, 3, 5), engine.params_sha256()))
+        engine.destroy()
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -309,16 +331,20 @@ def adapted(rank, world, case, init):
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
-def test_frozen_weights_in_host_memory(ranks, world):
+def test_frozen_weights(ranks, world, tmp_path):
+    """In host memory, in files; in files with the optimizer on the device."""
     more = {"precision": "bf16", "bucket": 500}
-    plain = ranks.run(adapted, settings(3, **more), False, world_size=world)[0]
-    for init in (False, True):
-        for chaos in (None, 3):
-            found = ranks.run(adapted, settings(3, 1.0, param=True, chaos=chaos, **more), init, world_size=world)[0]
-            assert found[:2] == plain[:2]
-            frozen = sum(p.numel() for p in make_model().parameters() if p.dim() == 2)
-            assert found[2]["host_parameters"]["measured"] >= 2 * frozen / world
-            assert found[2]["masters"]["measured"] == 0
+    cases = [("host", tier("memory", 3, tmp_path, chaos, **more)) for chaos in (None, 3)]
+    cases += [("file", tier("files", 3, tmp_path, chaos, **more)) for chaos in (3, None)]
+    cases[-1][1]["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 0.0}
+    plain = ranks.run(adapted, tier("plain", 3, tmp_path, **more), False, world_size=world)[0]
+    frozen = sum(p.numel() for p in make_model().parameters() if p.dim() == 2)
+    for place, case in cases:
+        for init in (False, True):
+            *bits, memory = ranks.run(adapted, case, init, world_size=world)[0]
+            assert tuple(bits) == plain[:2]
+            assert memory[f"{place}_parameters"]["measured"] >= 2 * frozen / world
+            assert (memory["masters"]["measured"] > 0) == (case is cases[-1][1])
 
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 2))])
@@ -329,6 +355,16 @@ def test_one_rank(ranks, stage):
     if stage == 3:
         cases += [settings(3, 1.0, param=True, chaos=seed, **more) for seed in (None, 4, 5)]
     check_same_bits(ranks, cases, 5, 1)
+
+
+@pytest.mark.parametrize("offload", [{"delayed_update": True}, {"device": "nvme", "nvme_path": "."}], ids=str)
+@on_ranks()
+def test_other_optimizers_are_refused(rank, world, offload):
+    """By what steps bucket by bucket, or in a thread; nothing has been made."""
+    model, case = make_model(), settings(2, 1.0, offload=offload)
+    del case["optimizer"]
+    with pytest.raises(ConfigError, match="CPUAdam alone, and the optimizer is AdamW"):
+        built(case, model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
 class Late(torch.optim.Optimizer):

@@ -105,7 +105,7 @@ UNNOTICED = {
     "copy_streams.HostDeviceCopier.finish_reads: copy.finish()": KNOWN,
     "optimizer_offload.Offload.finish_reads: self.wire.finish_reads()": KNOWN,
     "gradient_reduction.GradientReducer.discard_gradients: self.drain()": REST,
-    "optimizer_offload.HostGradients.discard: self.drain()": REST,
+    "optimizer_offload.HostGradients.discard: slot.finish()": REST,
     "partitioned_param_coordinator.PartitionedParameterCoordinator._release: self.inflight.wait(key)": ITSELF,
     "activations.HostActivations.watching: self._settle(0)": EARLIER,
     "activations.HostActivations._pack: self._settle(LEAVING)": EARLIER,
