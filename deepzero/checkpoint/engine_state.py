@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from deepzero.checkpoint.errors import CheckpointError
-from deepzero.checkpoint.manifest import PARAMETER
-from deepzero.checkpoint.shard_file import Entry
+from deepzero.checkpoint.manifest import PARAMETER, Entry
 from deepzero.comm.collectives import Communicator
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 from deepzero.runtime.zero.stage_1_and_2 import ParamGroup

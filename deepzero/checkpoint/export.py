@@ -39,9 +39,8 @@ from deepzero.checkpoint.checkpoint_dir import complete_beside, room_for
 from deepzero.checkpoint.engine_state import EngineState
 from deepzero.checkpoint.errors import CheckpointError, naming, own_words, together
 from deepzero.checkpoint.json_codec import DTYPES, ITEMSIZE, TORCH_DTYPES
-from deepzero.checkpoint.manifest import BUFFER, COMMIT, LATEST, MANIFEST
+from deepzero.checkpoint.manifest import BUFFER, COMMIT, LATEST, MANIFEST, Entry
 from deepzero.checkpoint.reader import CheckpointReader, read_own
-from deepzero.checkpoint.shard_file import Entry
 from deepzero.comm import process_group
 from deepzero.durable import Flushes, flush_folder, flush_parents, write_whole
 from deepzero.runtime.zero.partition_parameters import GatheredParameters

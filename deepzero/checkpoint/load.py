@@ -25,9 +25,8 @@ from deepzero.checkpoint.checkpoint_dir import complete_beside
 from deepzero.checkpoint.engine_state import EngineState, class_name, flat, plain_name
 from deepzero.checkpoint.errors import CheckpointError, NoCheckpoint, OtherModel, naming, reason, together
 from deepzero.checkpoint.json_codec import TORCH_DTYPES, decode, tensor_names
-from deepzero.checkpoint.manifest import BUFFER, MASTER, PARAMETER, RNG, ParameterInfo, buffer_key, listed
+from deepzero.checkpoint.manifest import BUFFER, MASTER, PARAMETER, RNG, Entry, ParameterInfo, buffer_key, listed
 from deepzero.checkpoint.reader import CheckpointReader, read_own, remaining
-from deepzero.checkpoint.shard_file import Entry
 from deepzero.comm import process_group
 
 log = logging.getLogger(__name__)

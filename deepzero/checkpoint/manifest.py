@@ -37,6 +37,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import torch
+
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.json_codec import ITEMSIZE, decode, tensor_names
 
@@ -111,6 +113,20 @@ class Row:
     def tensor_name(self) -> str:
         """Under which safetensors finds it."""
         return f"{self.key}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run of elements on its way into a shard, or out of one.
+
+    In the tensor that is stored under ``key`` and ``name`` it begins at ``start``. Here it is 1-D and contiguous; what
+    is read is converted to its dtype.
+    """
+
+    key: str
+    name: str
+    start: int
+    tensor: torch.Tensor
 
 
 @dataclass(frozen=True)

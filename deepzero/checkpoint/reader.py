@@ -24,8 +24,7 @@ from safetensors import SafetensorError, safe_open
 from deepzero.checkpoint.checkpoint_dir import find, read_manifest
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.json_codec import ITEMSIZE, TORCH_DTYPES, decode, tensor_names
-from deepzero.checkpoint.manifest import CLIENT, Manifest, Row, ShardInfo, listed
-from deepzero.checkpoint.shard_file import Entry
+from deepzero.checkpoint.manifest import CLIENT, Entry, Manifest, Row, ShardInfo, listed
 
 READ_BYTES = 8 << 20
 

@@ -24,12 +24,13 @@ from deepzero.checkpoint.manifest import (
     PARAMETER,
     RESERVED,
     RNG,
+    Entry,
     Manifest,
     ParameterInfo,
     buffer_key,
     is_own_buffer,
 )
-from deepzero.checkpoint.shard_file import Entry, ShardPlan, bytes_of, plan_shard
+from deepzero.checkpoint.shard_file import ShardPlan, bytes_of, plan_shard
 from deepzero.comm import process_group
 from deepzero.version import __version__
 

@@ -28,7 +28,7 @@ import torch
 
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.json_codec import DTYPES, ITEMSIZE
-from deepzero.checkpoint.manifest import HEAD_ALIGN, Row, ShardInfo, block_bytes_for
+from deepzero.checkpoint.manifest import HEAD_ALIGN, Entry, Row, ShardInfo, block_bytes_for
 from deepzero.durable import Flushes
 
 WRITE_BYTES = 1 << 20
@@ -47,20 +47,6 @@ def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: d
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % HEAD_ALIGN)
     return len(text).to_bytes(8, "little") + text
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A run of elements on its way into a shard, or out of one.
-
-    In the tensor that is stored under ``key`` and ``name`` it begins at ``start``. Here it is 1-D and contiguous; what
-    is read is converted to its dtype.
-    """
-
-    key: str
-    name: str
-    start: int
-    tensor: torch.Tensor
 
 
 @dataclass(frozen=True)

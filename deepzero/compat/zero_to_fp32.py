@@ -26,9 +26,8 @@ from torch import nn
 from deepzero.checkpoint.checkpoint_dir import SCRIPT, is_complete
 from deepzero.checkpoint.errors import CheckpointError, RanksDisagree, together
 from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, INDEX_SUFFIX, MODEL_FILE, PRECISIONS, export
-from deepzero.checkpoint.manifest import BUFFER, listed
+from deepzero.checkpoint.manifest import BUFFER, Entry, listed
 from deepzero.checkpoint.reader import CheckpointReader, read_own
-from deepzero.checkpoint.shard_file import Entry
 from deepzero.comm import process_group
 from deepzero.compat import deepspeed_checkpoint
 from deepzero.compat.log import logger

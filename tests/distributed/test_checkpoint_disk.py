@@ -24,6 +24,7 @@ from deepzero import durable
 from deepzero.checkpoint import async_save, shard_file
 from deepzero.checkpoint import checkpoint_dir as folders
 from deepzero.checkpoint import export as exporting
+from deepzero.checkpoint.manifest import Entry
 from deepzero.comm import process_group
 from deepzero.offload.pinned_arena import ALIGN_BYTES
 from tests.distributed.checkpoints import engine_for, fingerprints, said, steps
@@ -426,7 +427,7 @@ def test_a_copy_locks_no_more_than_it_needs(monkeypatch):
     saver, needed = async_save.Saver(torch.device("cuda"), 1.0), []
     for numel in (700_000, 300_000, 1_100_000):
         values = torch.arange(numel, dtype=torch.float32)
-        plan = shard_file.plan_shard([shard_file.Entry("master", "w", 0, values)], {})
+        plan = shard_file.plan_shard([Entry("master", "w", 0, values)], {})
         copied, _ = saver._snapshot(plan)
         assert bytes(copied.image.numpy()) == plan.header + values.numpy().tobytes()
         needed.append(plan.bytes)

@@ -17,7 +17,8 @@ from torch import nn
 
 import deepzero
 from deepzero.checkpoint.async_save import Saver
-from deepzero.checkpoint.shard_file import Entry, plan_shard
+from deepzero.checkpoint.manifest import Entry
+from deepzero.checkpoint.shard_file import plan_shard
 from deepzero.comm import process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.ledger import Ledger
