@@ -111,13 +111,13 @@ def gather_report(ledger: Ledger, device: torch.device, bytes_at_build: int) -> 
     """
     residual = max(0, accelerator_of(device).max_memory_allocated(device) - bytes_at_build)
     unpredicted = {"activations": residual, **{name: ledger.held.get(name, 0) for name in UNPREDICTED}}
-    ranks = process_group.all_gather_object((ledger.report(), unpredicted))
-    reports = [report for report, _ in ranks]
+    mine = ledger.report()
+    mine["memory"] |= {name: {"predicted": None, "measured": held} for name, held in unpredicted.items()}
+    reports = process_group.all_gather_object(mine)
     memory: dict[str, Any] = {}
-    for category in (*reports[0]["memory"], *unpredicted):
-        entry = reports[0]["memory"].get(category, {"predicted": None})
-        held = [r["memory"][category]["measured"] if category in r["memory"] else other[category] for r, other in ranks]
-        if category in reports[0]["memory"] or category == "activations" or any(held):
+    for category, entry in reports[0]["memory"].items():
+        held = [report["memory"][category]["measured"] for report in reports]
+        if category not in UNPREDICTED or any(held):
             measured = {"measured": _whole(sum(held) / len(held)), "largest": max(held)}
             memory[category] = {"predicted": entry["predicted"], **measured}
     communication: dict[str, Any] = {}

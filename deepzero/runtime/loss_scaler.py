@@ -129,7 +129,19 @@ class DynamicLossScaler(LossScaler):
             LossScaleError: overflow at the minimum scale, with no forgiveness left.
         """
         if overflow:
-            self._shrink()
+            # A hysteresis of 1 never forgives. Otherwise the last of the forgiven overflows leaves 1, and it stays at 1
+            # (each further overflow halves) until good steps fill it up.
+            if self.hysteresis_left > 1:
+                self.hysteresis_left -= 1
+            elif self.scale != self.min_scale:
+                self.scale = max(self.scale / GROWTH, self.min_scale)
+            else:
+                raise LossScaleError(
+                    f"gradients overflow in fp16 although the loss scale is at its minimum, {self.min_scale:g}, after "
+                    f"{self.iteration + 1} optimizer steps. Most likely the loss itself is inf or NaN: look at the "
+                    "learning rate and the data, or train in bf16. precision.min_loss_scale (fp16.min_loss_scale in a "
+                    "DeepSpeed config) lowers the minimum"
+                )
             self.last_overflow_iteration = self.iteration
         else:
             good_steps = self.iteration - self.last_overflow_iteration - 1
@@ -138,21 +150,6 @@ class DynamicLossScaler(LossScaler):
                 self.hysteresis_left = self.hysteresis
             self.scale *= GROWTH if grows else 1
         self.iteration += 1
-
-    def _shrink(self) -> None:
-        # A hysteresis of 1 never forgives. Otherwise the last of the forgiven overflows leaves 1, and it stays at 1
-        # (each further overflow halves) until good steps fill it up.
-        if self.hysteresis_left > 1:
-            self.hysteresis_left -= 1
-            return
-        if self.scale == self.min_scale:
-            raise LossScaleError(
-                f"gradients overflow in fp16 although the loss scale is at its minimum, {self.min_scale:g}, after "
-                f"{self.iteration + 1} optimizer steps. Most likely the loss itself is inf or NaN: look at the "
-                "learning rate and the data, or train in bf16. precision.min_loss_scale (fp16.min_loss_scale in a "
-                "DeepSpeed config) lowers the minimum"
-            )
-        self.scale = max(self.scale / GROWTH, self.min_scale)
 
 
 def build_loss_scaler(precision: PrecisionConfig) -> LossScaler:
