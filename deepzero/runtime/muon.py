@@ -50,18 +50,26 @@ def muon_groups(model: nn.Module, params: Iterable[Any] | None = None) -> list[d
     ends = [m for name, m in named if isinstance(m, TABLES) or name in HEADS or m in heads]
     at_ends = {id(param) for module in ends for param in module.parameters()}
     is_matrix = lambda p: bool(getattr(p, USE_MUON, p.dim() == 2 and id(p) not in at_ends))
-    listed = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
-    plain = [p[1] if isinstance(p, tuple) else p for p in listed if not isinstance(p, Mapping)]
+    given = [p for p in model.parameters() if p.requires_grad] if params is None else params
     split: list[dict[str, Any]] = []
-    for group in [{"params": plain}, *(item for item in listed if isinstance(item, Mapping))]:
-        inside = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-        inside = [p[1] if isinstance(p, tuple) else p for p in inside]
+    for group in _as_groups(given):
         for use_muon in (True, False):
-            chosen = [p for p in inside if bool(group.get(USE_MUON, is_matrix(p))) is use_muon]
+            chosen = [p for p in group["params"] if bool(group.get(USE_MUON, is_matrix(p))) is use_muon]
             split.append({**group, "params": chosen, USE_MUON: use_muon})
     if process_group.rank() == 0:
         _log_choice(model, split)
     return [group for group in split if group["params"]]
+
+
+def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Parameters and groups of them, named or not, as groups whose parameters are listed; the loose ones are one."""
+    listed = list(params)
+    loose = {"params": [item for item in listed if not isinstance(item, Mapping)]}
+    groups = [dict(group) for group in (loose, *(item for item in listed if isinstance(item, Mapping)))]
+    for group in groups:
+        inside = [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
+        group["params"] = [p[1] if isinstance(p, tuple) else p for p in inside]
+    return [group for group in groups if group["params"]]
 
 
 def _log_choice(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
@@ -142,8 +150,14 @@ class Muon(torch.optim.Optimizer):
         shared = {"weight_decay": weight_decay}
         matrices = {"lr": lr if muon_lr is None else muon_lr, "momentum": momentum, "eps": ns_eps, **kept, **shared}
         rest = {"lr": lr if adam_lr is None else adam_lr, "betas": betas, "eps": eps, "fused": fused, **shared}
-        groups = _labelled_groups(params)
+        groups = _as_groups(params)
         for group in groups:
+            if any(param.dim() >= 2 for param in group["params"]) and USE_MUON not in group:
+                raise ValueError(
+                    "Muon must be told which of its parameters are hidden matrices: give it "
+                    "deepzero.ops.muon_groups(model), or groups with the key 'use_muon'"
+                )
+            group.setdefault(USE_MUON, False)
             # torch's own constructors look at the settings and add what is missing.
             defaults = matrices if group[USE_MUON] else rest
             own = {key: value for key, value in {**defaults, **group}.items() if key in defaults}
@@ -168,19 +182,3 @@ class Muon(torch.optim.Optimizer):
 def inner_class(group: Mapping[str, Any]) -> Any:
     """Torch's class that steps on a group."""
     return torch.optim.Muon if group[USE_MUON] else torch.optim.AdamW
-
-
-def _labelled_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Groups that say whose they are; without a word those that have no matrix are AdamW's."""
-    listed = list(params)
-    plain = [item for item in listed if not isinstance(item, Mapping)]
-    groups = [{"params": plain}] * bool(plain) + [dict(item) for item in listed if isinstance(item, Mapping)]
-    for group in (group for group in groups if USE_MUON not in group):
-        group["params"] = list(group["params"])
-        if any(param.dim() >= 2 for param in group["params"]):
-            raise ValueError(
-                "Muon must be told which of its parameters are hidden matrices: give it "
-                "deepzero.ops.muon_groups(model), or groups with the key 'use_muon'"
-            )
-        group[USE_MUON] = False
-    return groups
