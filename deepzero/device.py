@@ -25,7 +25,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -100,6 +100,8 @@ class Accelerator:
     """Whether something runs beside the program."""
     backend: str | None = None
     """Of the process group that serves it; None: the one that torch has for it (``nccl``, ``xccl``)."""
+    in_use: ClassVar[list[Accelerator]] = []
+    """Those that :func:`use` has put in the place of the machine's, on all threads: the last one counts."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.module = kind, torch.get_device_module(kind)
@@ -326,17 +328,16 @@ class NullAccelerator(Accelerator):
 # ---- whose it is -----------------------------------------------------------------------------------------------------
 
 _NULL = NullAccelerator()
-_IN_USE: list[Accelerator] = []
 
 
 @contextlib.contextmanager
 def use(accelerator: Accelerator) -> Iterator[None]:
     """Inside, on all threads, ``accelerator`` is this process's. What was built before keeps the one that it has."""
-    _IN_USE.append(accelerator)
+    Accelerator.in_use.append(accelerator)
     try:
         yield
     finally:
-        _IN_USE.remove(accelerator)
+        Accelerator.in_use.remove(accelerator)
 
 
 @functools.cache
@@ -346,8 +347,8 @@ def _real(kind: str) -> Accelerator:
 
 def installed() -> Accelerator:
     """The machine's: that of :func:`use`, else the one that torch finds, else the null one."""
-    if _IN_USE:
-        return _IN_USE[-1]
+    if Accelerator.in_use:
+        return Accelerator.in_use[-1]
     found = torch.accelerator.current_accelerator(check_available=True)
     # mps has neither streams nor collectives.
     return _NULL if found is None or found.type == "mps" else _real(found.type)
@@ -355,11 +356,11 @@ def installed() -> Accelerator:
 
 def accelerator() -> Accelerator:
     """This process's: the machine's, unless ``DEEPZERO_DEVICE=cpu`` keeps the run off it."""
-    return _NULL if os.environ.get("DEEPZERO_DEVICE") == "cpu" and not _IN_USE else installed()
+    return _NULL if os.environ.get("DEEPZERO_DEVICE") == "cpu" and not Accelerator.in_use else installed()
 
 
 def accelerator_of(d: torch.device) -> Accelerator:
     """The one that serves ``d``: the null one for the CPU and for ``meta``."""
     if d.type in ("cpu", "meta"):
         return _NULL
-    return _IN_USE[-1] if _IN_USE else _real(d.type)
+    return Accelerator.in_use[-1] if Accelerator.in_use else _real(d.type)

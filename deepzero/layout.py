@@ -33,7 +33,7 @@ This module is pure integers, and needs no process: it can be asked about 10,000
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -102,13 +102,20 @@ class Bucket:
         """Elements that belong to parameters."""
         return sum(slot.numel for slot in self.slots)
 
+    def owned_by(self, rank: int) -> Iterator[tuple[ParamSlot, int, int]]:
+        """The parameters of which ``rank``'s part has elements, and which: those from lo up to hi of ``flat_P``."""
+        # A part may cover the end of one parameter, whole ones, and the beginning of another; the parts of the last
+        # ranks may cover padding alone. lo and hi are multiples of ALIGN or the parameter's own end: where a vectorised
+        # kernel has its scalar tail does not depend on W.
+        first = self.part_start(rank)
+        for slot in self.slots:
+            lo, hi = max(slot.offset, first), min(slot.end, first + self.shard_numel)
+            if lo < hi:
+                yield slot, lo, hi
+
     def true_numel_of(self, rank: int) -> int:
         """Elements of ``rank``'s part that belong to parameters; the rest is padding."""
-        # The shard is the interval [lo, hi) of flat_P. It may cover the end of one parameter, whole ones, and the
-        # beginning of another, and the shards of the last ranks may cover padding alone.
-        lo = self.part_start(rank)
-        hi = lo + self.shard_numel
-        return sum(max(0, min(hi, slot.end) - max(lo, slot.offset)) for slot in self.slots)
+        return sum(hi - lo for _, lo, hi in self.owned_by(rank))
 
     def padding_of(self, rank: int) -> int:
         """Elements of ``rank``'s part that belong to no parameter."""
@@ -170,16 +177,11 @@ class FlatLayout:
             >>> [[(f.slot.index, f.start, f.shard_start, f.numel) for f in plan.fragments(rank)] for rank in (0, 1)]
             [[(0, 0, 0, 100)], [(1, 0, 0, 60)]]
         """
-        fragments = []
-        for bucket in self.buckets:
-            first = bucket.part_start(rank)
-            for slot in bucket.slots:
-                # The overlap of the parameter with this rank's shard of the bucket. Its ends are multiples of ALIGN or
-                # the parameter's own end: where a vectorised kernel has its scalar tail does not depend on W.
-                lo, hi = max(slot.offset, first), min(slot.end, first + bucket.shard_numel)
-                if lo < hi:
-                    fragments.append(Fragment(slot, lo - slot.offset, bucket.shard_offset + lo - first, hi - lo))
-        return fragments
+        return [
+            Fragment(slot, lo - slot.offset, bucket.shard_offset + lo - bucket.part_start(rank), hi - lo)
+            for bucket in self.buckets
+            for slot, lo, hi in bucket.owned_by(rank)
+        ]
 
     def whole_fragments(self) -> list[Fragment]:
         """Every parameter as one fragment, lying as in ``flat_P``: what a rank owns when nothing is partitioned."""
@@ -232,33 +234,27 @@ def plan_layout(
         raise ValueError(
             f"cannot lay out {len(numels)} parameters over {world_size} ranks in buckets of {bucket_limit}"
         )
+    # At least one aligned block for each rank, also for parameters without elements: no rank's shard is empty, so every
+    # rank takes part in every collective.
+    least = world_size * (shard_align or align)
     slots: list[ParamSlot] = []
     buckets: list[Bucket] = []
-    # The open bucket: its slots, where it starts, and where the next parameter would start.
-    pending: list[ParamSlot] = []
-    start = cursor = 0
-
-    def close() -> None:
-        nonlocal start, cursor, pending
-        # At least one aligned block for each rank, also for parameters without elements: no rank's shard is empty, so
-        # every rank takes part in every collective.
-        least = world_size * (shard_align or align)
+    start = 0  # of the bucket, in flat_P
+    while len(slots) < len(numels):
+        inside: list[ParamSlot] = []
+        cursor = start
+        for index in range(len(slots), len(numels)):
+            # Closed before the limit would be exceeded, not after: the limit bounds memory, up to padding. A parameter
+            # that is larger than the limit opens a bucket, in which it stays alone.
+            if inside and cursor + numels[index] - start > bucket_limit:
+                break
+            inside.append(ParamSlot(index, cursor, numels[index]))
+            cursor = round_up(cursor + numels[index], align)
         extent = max(round_up(cursor - start, least), least)
         # start is a sum of extents, each a multiple of W; so start // W is the sum of the shards before this one.
-        buckets.append(Bucket(len(buckets), start, extent, start // world_size, tuple(pending), world_size))
-        start = cursor = start + extent
-        pending = []
-
-    for index, numel in enumerate(numels):
-        # Closed before the limit would be exceeded, not after: the limit bounds memory, up to padding. `pending` lets a
-        # parameter that is larger than the limit open a bucket, in which it stays alone.
-        if pending and cursor + numel - start > bucket_limit:
-            close()
-        slots.append(ParamSlot(index, cursor, numel))
-        pending.append(slots[-1])
-        cursor = round_up(cursor + numel, align)
-    if pending:
-        close()
+        buckets.append(Bucket(len(buckets), start, extent, start // world_size, tuple(inside), world_size))
+        slots += inside
+        start += extent
     return FlatLayout(world_size, tuple(slots), tuple(buckets))
 
 

@@ -9,9 +9,11 @@ same, an observer (:class:`~deepzero.comm.flight_recorder.GroupObserver`) finds 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,7 +24,7 @@ from deepzero.comm.chaos import Chaos
 from deepzero.comm.exact_sum import Measure, Part
 from deepzero.comm.flight_recorder import CollectiveRecord, GroupObserver
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.profiler_ranges import CommTiming, OverlapMeter
+from deepzero.comm.profiler_ranges import LaneSpan, OverlapMeter
 from deepzero.comm.topology import Nodes, RankGroup, check_ranks, find_nodes, make_group, oddities, split_ranks
 from deepzero.device import accelerator_of
 
@@ -37,60 +39,56 @@ REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single
 
 
 class Pending:
-    """A collective under way. Its tensors belong to it until :meth:`wait` returns.
-
-    As a context it surrounds the calls of torch that start the collective, whose works it is given inside.
-    """
+    """A collective under way. Its tensors belong to it until :meth:`wait` returns."""
 
     def __init__(self, comm: Communicator, launch: CollectiveRecord) -> None:
         self.works: Sequence[dist.Work | None] = ()
-        self._comm, self._launch = comm, launch
-        self._timing: CommTiming | None = None  # None: nothing travels
+        self._comm, self.launch = comm, launch
+        self._flight: LaneSpan | None = None  # in a trace, while somebody records
+        self._counts = False  # in the account of what was hidden, until it has landed
         self._done = False
 
-    def __enter__(self) -> Pending:
+    @contextlib.contextmanager
+    def launching(self) -> Iterator[None]:
+        """Around the calls of torch that start the collective, whose works are given to ``works`` inside."""
+        comm, (_, _, kind, where) = self._comm, self.launch
+        self._flight, span = comm.ranges.launching(kind, where, lane=comm.overlap.measures)
         # The host exchange blocks in its launch, and so does gloo when its buffers are full.
-        self._comm._watch.trail.waiting = self._launch
-        self._timing = self._comm.overlap.launch(self._launch.kind, self._launch.where)
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        assert self._timing is not None  # noqa: S101
-        try:
-            if error is None:
-                self._timing.launched()
-            else:
-                self._timing.landed()  # nobody will wait for it
-                if isinstance(error, RuntimeError):
-                    # It raises an error of its own, if it finds out why the group is broken. This rank still counts as
-                    # waiting meanwhile: the others' messages say in which collective it failed.
-                    self._comm._watch.explain(error)
-        finally:
-            self._comm._watch.trail.waiting = None
+        with comm.observer.standing(self.launch, span):
+            self._counts, since = comm.overlap.took_off(kind), perf_counter()
+            try:
+                yield
+            except BaseException:
+                self._stood(since, over=True)  # nobody will wait for it
+                raise
+            self._stood(since, over=False)
 
     def wait(self) -> None:
         """Return when the result may be read; on a GPU, in stream order. Waiting twice is harmless."""
+        comm = self._comm
         if self._done:
             return
-        self._comm.chaos.delay()
-        # From here to `finally` the observer sees this rank wait, and in what; a rank that computes is nobody's fault.
-        trail = self._comm._watch.trail
-        trail.waiting = self._launch
-        if self._timing is not None:
-            self._timing.standing()
-        try:
-            for work in self.works:
-                if work is not None:
-                    work.wait()
-        except RuntimeError as error:
-            self._comm._watch.explain(error)
-            raise
-        finally:
-            trail.waiting = None
-            if self._timing is not None:
-                self._timing.landed()
+        comm.chaos.delay()
+        with comm.observer.standing(self.launch, comm.ranges.waiting(self._flight)):
+            since = perf_counter()
+            try:
+                for work in self.works:
+                    if work is not None:
+                        work.wait()
+            finally:
+                self._stood(since, over=True)
         self.works, self._done = (), True
-        self._comm.ledger.note("wait", self._launch.kind, self._launch.where)
+        comm.ledger.note("wait", self.launch.kind, self.launch.where)
+
+    def _stood(self, since: float, over: bool) -> None:
+        """This rank stood still until now. The collective is ``over`` when it is complete or has failed."""
+        if self._counts:
+            self._comm.overlap.exposed_seconds += perf_counter() - since
+        if over and self._flight is not None:
+            self._flight.end()
+        if over and self._counts:
+            self._counts = False
+            self._comm.overlap.landed()
 
 
 @dataclass(frozen=True)
@@ -141,8 +139,10 @@ class Communicator:
         self._with_handles = not self._pairwise
         self.nodes = nodes or Nodes(self.world_size, self.world_size)
         self.everybody = RankGroup(tuple(range(self.world_size)), self.rank, None)
-        self._watch, self.ranges = place.observer, place.observer.ranges
-        self.overlap = OverlapMeter(device, ledger, self.ranges)  # how much of what is sent was hidden
+        self.observer, self.ranges = place.observer, place.observer.ranges
+        self.trail = place.observer.trail
+        """What was launched; and, for the messages of errors, where in the model and in which step this rank is."""
+        self.overlap = OverlapMeter(device, ledger)  # how much of what is sent was hidden
 
     def read(self, tensor: torch.Tensor) -> list[Any]:
         """The values of a 1-D tensor as Python numbers; waits for the device."""
@@ -182,28 +182,6 @@ class Communicator:
         inside, across = (make_group(s, self.rank, self._with_handles) for s in split_ranks(self.world_size, size))
         return inside, across
 
-    def fingerprint(self) -> int:
-        """32 bits of everything launched so far: the same on all ranks that launched the same in the same order."""
-        return self._watch.trail.fingerprint
-
-    @property
-    def position(self) -> str:
-        """Where in the model this rank is, in words (``forward of blocks.3.mlp``); set it, for error messages."""
-        return self._watch.trail.position
-
-    @position.setter
-    def position(self, text: str) -> None:
-        self._watch.trail.position = text
-
-    @property
-    def step(self) -> int:
-        """Which optimizer step this rank is in, from 1 on; set it, for error messages."""
-        return self._watch.trail.step
-
-    @step.setter
-    def step(self, number: int) -> None:
-        self._watch.trail.step = number
-
     def exchange(
         self,
         kind: str,
@@ -231,20 +209,19 @@ class Communicator:
         elements = sum(send[q].numel() if numel is None else numel for q in sent)
         crossing = self.nodes.crossing(self.rank, [among.ranks[q] for q in sent])
         between = sum(send[sent[place]].nbytes for place in crossing)
-        # Into the flight recorder before torch is called: its fingerprint is the tag of the messages, so that ranks
-        # which have taken different paths never take one collective's message for another's.
-        launch = self._before(kind, where)
-        self.ledger.record(kind, elements, sum(send[q].nbytes for q in sent), padding, between, where, among.size)
-        pending = Pending(self, launch)
+        nbytes = sum(send[q].nbytes for q in sent)
+        pending = self._counted(kind, where, elements, nbytes, padding, between, among.size)
         if among.size == 1:
             return pending  # nothing travels
         # torch is called right here, not by way of helpers (but for gloo with GPU tensors): here it leaves deepzero.
-        with pending:
+        with pending.launching():
             if self._pairwise:
                 # All sends and receives are under way before any is waited for: nobody waits for a rank that waits.
-                works = [self._torch.isend(send[q], among.ranks[q], tag=launch.tag) for q in sent]
+                works = [self._torch.isend(send[q], among.ranks[q], tag=pending.launch.tag) for q in sent]
                 receives = [q for q in reversed(among.peers) if recv[q].numel()]
-                pending.works = works + [self._torch.irecv(recv[q], among.ranks[q], tag=launch.tag) for q in receives]
+                pending.works = works + [
+                    self._torch.irecv(recv[q], among.ranks[q], tag=pending.launch.tag) for q in receives
+                ]
             else:
                 # Our own part stays where it is: it is neither sent nor received.
                 outputs = [t[:0] if q == among.index else t for q, t in enumerate(recv)]
@@ -252,7 +229,7 @@ class Communicator:
                 if self.backend == "gloo":
                     self._exchange_through_host(inputs, outputs, among)
                 else:
-                    pending.works = [self._torch.all_to_all(outputs, inputs, among.handle, async_op=True)]
+                    pending.works = [self._torch.all_to_all(outputs, inputs, group=among.handle, async_op=True)]
         return pending
 
     def all_gather(
@@ -274,23 +251,23 @@ class Communicator:
         if self._pairwise or among.size == 1:
             # Only here is a view of every part needed; thousands of them would cost more than the launch.
             return self.exchange(kind, [mine] * among.size, whole.split(part), padding, where, group, numel)
-        launch, others = self._before(kind, where), among.size - 1
+        others = among.size - 1
         elements = others * (mine.numel() if numel is None else numel)
         between = self.nodes.leaving(self.rank, among.ranks) * mine.nbytes
-        self.ledger.record(kind, elements, others * mine.nbytes, padding, between, where, among.size, ring=True)
-        with Pending(self, launch) as pending:
-            pending.works = [getattr(self._torch, ALL_GATHER)(whole, mine, among.handle, async_op=True)]
+        pending = self._counted(kind, where, elements, others * mine.nbytes, padding, between, among.size, ring=True)
+        with pending.launching():
+            pending.works = [getattr(self._torch, ALL_GATHER)(whole, mine, group=among.handle, async_op=True)]
         return pending
 
     def reduce_scatter(
         self, kind: str, output: torch.Tensor, whole: torch.Tensor, padding: int = 0, where: str = ""
     ) -> Pending:
         """The backend's own sum of every rank's ``whole``, of which ``output`` gets this rank's W-th part."""
-        launch, others = self._before(kind, where), self.world_size - 1
+        others, world_size = self.world_size - 1, self.world_size
         # A ring: each byte enters each node once, whichever rank it is for.
-        between, elements = (self.world_size - self.nodes.per_node) * output.nbytes, others * output.numel()
-        self.ledger.record(kind, elements, others * output.nbytes, padding, between, where, self.world_size, ring=True)
-        with Pending(self, launch) as pending:
+        between, elements = (world_size - self.nodes.per_node) * output.nbytes, others * output.numel()
+        pending = self._counted(kind, where, elements, others * output.nbytes, padding, between, world_size, ring=True)
+        with pending.launching():
             pending.works = [getattr(self._torch, REDUCE_SCATTER)(output, whole, async_op=True)]
         return pending
 
@@ -299,14 +276,12 @@ class Communicator:
 
         Of that, what would go to other nodes if each rank sent its parts straight to their owners.
         """
-        launch = self._before(kind, where)
         sent = 2 * (self.world_size - 1) * tensor.numel() // max(self.world_size, 1)
         nbytes = sent * tensor.element_size()
         between = nbytes * self.nodes.share_between
-        self.ledger.record(kind, sent, nbytes, padding, between, where, self.world_size, ring=True)
-        pending = Pending(self, launch)
+        pending = self._counted(kind, where, sent, nbytes, padding, between, self.world_size, ring=True)
         if self.world_size > 1:
-            with pending:
+            with pending.launching():
                 pending.works = [self._torch.all_reduce(tensor, async_op=True)]
         return pending
 
@@ -319,9 +294,24 @@ class Communicator:
         self.ledger.record(kind, elements, nbytes, 0, between, "", self.world_size)
         self._broadcast(tensor, src, kind)
 
-    def _before(self, kind: str, where: str) -> CollectiveRecord:
+    def _counted(
+        self,
+        kind: str,
+        where: str,
+        elements: int,
+        nbytes: int,
+        padding: int,
+        between: float,
+        ranks: int,
+        ring: bool = False,
+    ) -> Pending:
+        """A collective that is about to be launched: it is in every account before torch is called."""
         self.chaos.delay()
-        return self._watch.trail.launch(kind, where)
+        # In the flight recorder, too: its fingerprint is the tag of the messages, so that ranks which have taken
+        # different paths never take one collective's message for another's.
+        launch = self.trail.launch(kind, where)
+        self.ledger.record(kind, elements, nbytes, padding, between, where, ranks, ring)
+        return Pending(self, launch)
 
     def _exchange_through_host(
         self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], among: RankGroup

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
@@ -169,17 +170,24 @@ class GroupObserver:
         return (None if self._group is None else self._group()) is world and (self._group is None) == (world is None)
 
     @contextlib.contextmanager
-    def blocking(self, kind: str) -> Iterator[None]:
-        """Around a collective that returns when it is complete."""
-        self.trail.waiting = self.trail.launch(kind, "")
+    def standing(self, launch: CollectiveRecord, span: AbstractContextManager[None]) -> Iterator[None]:
+        """Around a call in which this rank may have to wait for others: a launch, a wait. ``span`` is its range."""
+        # From here to `finally` the watchdog sees this rank wait, and in what; a rank that computes is nobody's fault.
+        self.trail.waiting = launch
         try:
-            with self.ranges.span("wait", note=kind):
+            with span:
                 yield
         except RuntimeError as error:
+            # It raises an error of its own, if it finds out why the group is broken. This rank still counts as waiting
+            # meanwhile: the others' messages say in which collective it failed.
             self.explain(error)
             raise
         finally:
             self.trail.waiting = None
+
+    def blocking(self, kind: str) -> AbstractContextManager[None]:
+        """Around a collective that returns when it is complete."""
+        return self.standing(self.trail.launch(kind, ""), self.ranges.span("wait", note=kind))
 
     def explain(self, error: RuntimeError) -> None:
         """Raise a :class:`DesyncError` in place of a collective's ``error`` where the reason is found; else return."""
@@ -192,28 +200,31 @@ class GroupObserver:
         """Tell the other ranks that this one will not come back; ``reason`` completes "rank 3 …"."""
 
 
-_make_observer: Callable[[], GroupObserver] = GroupObserver
-_observer: GroupObserver | None = None
+class GroupObservers:
+    """Who observes the process group that this process is in: one observer for each group that it joins."""
+
+    def __init__(self) -> None:
+        self._make: Callable[[], GroupObserver] = GroupObserver
+        self._present: GroupObserver | None = None
+
+    def observe_with(self, make: Callable[[], GroupObserver]) -> None:
+        """From now on ``make()`` is called once for each process group that this process joins."""
+        self._make = make
+
+    def present(self) -> GroupObserver:
+        """The observer of the process group that this process is in now; made when it is first asked for."""
+        if self._present is None or not self._present.of_current_group:
+            self._present = self._make()
+        return self._present
+
+    def leave(self, reason: str) -> None:
+        """Tell the other ranks that this one leaves, if it is in a group. See :meth:`GroupObserver.leave`."""
+        if self._present is not None and self._present.of_current_group:
+            self._present.leave(reason)
 
 
-def observe_groups_with(make: Callable[[], GroupObserver]) -> None:
-    """From now on ``make()`` is called once for each process group that this process joins."""
-    global _make_observer
-    _make_observer = make
-
-
-def observer() -> GroupObserver:
-    """The observer of the process group that this process is in now; made when it is first asked for."""
-    global _observer
-    if _observer is None or not _observer.of_current_group:
-        _observer = _make_observer()
-    return _observer
-
-
-def leave(reason: str) -> None:
-    """Tell the other ranks that this one leaves, if it is in a group. See :meth:`GroupObserver.leave`."""
-    if _observer is not None and _observer.of_current_group:
-        _observer.leave(reason)
+_OBSERVERS = GroupObservers()
+observe_groups_with, observer, leave = _OBSERVERS.observe_with, _OBSERVERS.present, _OBSERVERS.leave
 
 
 def world_group() -> dist.ProcessGroup | None:

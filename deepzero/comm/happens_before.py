@@ -373,20 +373,21 @@ def _written(schema: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 # ---- stacks ----------------------------------------------------------------------------------------------------------
 
-_FOREIGN: dict[str, bool] = {}
-"""File name → whether its frames are left out of stacks: torch's, this file's."""
 _OURS = str(Path(__file__).with_name("simulated_streams.py"))
 _SKIPPED = (__file__, _OURS, contextlib.__file__, functools.__file__, threading.__file__)
+
+
+@functools.cache
+def _is_foreign(file: str) -> bool:
+    """Whether its frames are left out of stacks: torch's, this file's."""
+    return file in _SKIPPED or "/torch/" in file or file.startswith("<")
 
 
 def stack() -> Stack:
     """The program's innermost frames, as cheaply as can be: it is asked for at every operation."""
     frame, found = sys._getframe(1), Stack()
     while frame is not None and len(found) < DEPTH:
-        file = frame.f_code.co_filename
-        if (foreign := _FOREIGN.get(file)) is None:
-            foreign = _FOREIGN[file] = file in _SKIPPED or "/torch/" in file or file.startswith("<")
-        if not foreign:
+        if not _is_foreign(frame.f_code.co_filename):
             found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back  # type: ignore[assignment]
     return found

@@ -37,7 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -149,13 +149,6 @@ class Recorder:
         finally:
             entry.end()
 
-    def begin(self, kind: str, where: str, lane: bool = True) -> LaneSpan:
-        """A collective is about to be launched; without a ``lane`` where the profiler sees NCCL's kernels by itself."""
-        flight = LaneSpan(self.inside("in_flight", kind, where), time.time_ns())
-        if lane:
-            self.flights.append(flight)
-        return flight
-
     def inside(self, verb: str, kind: str, where: str) -> Label:
         """A label with place and note of the range around it, if that is about the same bucket, ``bucket 12``."""
         outer: Label | None = getattr(self._mine, "label", None)
@@ -165,10 +158,10 @@ class Recorder:
             return Label(verb, bucket, "", kind)
         return Label(verb, bucket, outer.place, f"{kind} {outer.note}".rstrip())
 
-    def wait_label(self, flight: LaneSpan) -> Label:
-        """Of the wait for ``flight``, here."""
-        place = getattr(self._mine, "place", "") or flight.label.place
-        return Label("wait", flight.label.bucket, place, flight.label.note)
+    def waiting_place(self) -> str:
+        """For which module's sake this thread waits; empty: for that of the range around it."""
+        place: str = getattr(self._mine, "place", "")
+        return place
 
     def finish(self) -> None:
         """The recorded steps are over; what is under way is cut off here."""
@@ -225,6 +218,25 @@ class Ranges:
         """Waits inside are for this module's sake."""
         return _NOTHING if self.recorder is None else self.recorder.standing_at(place)
 
+    def launching(self, kind: str, where: str, lane: bool) -> tuple[LaneSpan | None, AbstractContextManager[None]]:
+        """A collective that is launched, if somebody records it, and the range around the launching call.
+
+        Without a ``lane`` where the profiler sees NCCL's kernels by itself.
+        """
+        if self.recorder is None:
+            return None, _NOTHING
+        flight = LaneSpan(self.recorder.inside("in_flight", kind, where), time.time_ns())
+        if lane:
+            self.recorder.flights.append(flight)
+        return flight, self.recorder.span(replace(flight.label, verb="launch"))
+
+    def waiting(self, flight: LaneSpan | None) -> AbstractContextManager[None]:
+        """A range around the wait for one that :meth:`launching` has recorded, unless its steps are over."""
+        if self.recorder is None or flight is None or flight.ended_ns is not None:
+            return _NOTHING
+        place = self.recorder.waiting_place() or flight.label.place
+        return self.recorder.span(replace(flight.label, verb="wait", place=place))
+
 
 class OverlapMeter:
     """The account of one rank's collectives, of the step under way and of the last one. All times are seconds.
@@ -232,8 +244,7 @@ class OverlapMeter:
     On a GPU nothing is measured. The ledger says which collectives are part of a step.
     """
 
-    def __init__(self, device: torch.device, ledger: Ledger, ranges: Ranges) -> None:
-        self.ranges = ranges
+    def __init__(self, device: torch.device, ledger: Ledger) -> None:
         self.measures = device.type == "cpu"
         self.ledger = ledger
         self.in_flight_seconds = self.exposed_seconds = 0.0
@@ -241,9 +252,20 @@ class OverlapMeter:
         self.since = 0.0  # the moment from which on something has been under way
         self._last = (0.0, 0.0)
 
-    def launch(self, kind: str, where: str) -> CommTiming:
-        """A collective that travels is about to be launched."""
-        return CommTiming(self, kind, where, self.measures and self.ledger.in_step(kind))
+    def took_off(self, kind: str) -> bool:
+        """A collective is launched. Returns whether it is part of a step: then it counts until it has landed."""
+        if not self.measures or not self.ledger.in_step(kind):
+            return False
+        if self.under_way == 0:
+            self.since = perf_counter()
+        self.under_way += 1
+        return True
+
+    def landed(self) -> None:
+        """A collective that counts is complete, or has failed."""
+        self.under_way -= 1
+        if self.under_way == 0:
+            self.in_flight_seconds += perf_counter() - self.since
 
     def close_step(self) -> None:
         """An optimizer step is complete. What is under way counts in both steps, in each the part that is in it."""
@@ -264,55 +286,3 @@ class OverlapMeter:
             "comm/exposed_seconds": exposed,
             "comm/hidden_fraction": 1.0 - min(1.0, exposed / in_flight),
         }
-
-
-class CommTiming:
-    """One collective: launch → :meth:`launched` → :meth:`standing` → :meth:`landed`; and its ranges, if recorded."""
-
-    __slots__ = ("_airborne", "_counts", "_meter", "_range", "_recorder", "_since")
-
-    def __init__(self, meter: OverlapMeter, kind: str, where: str, counts: bool) -> None:
-        self._meter, self._counts, self._recorder = meter, counts, meter.ranges.recorder
-        self._range: AbstractContextManager[None] | None = None
-        self._airborne: LaneSpan | None = None
-        if self._recorder is not None:
-            self._airborne = self._recorder.begin(kind, where, lane=meter.measures)
-            label = self._airborne.label
-            self._enter(self._recorder.span(Label("launch", label.bucket, label.place, label.note)))
-        self._since = perf_counter()
-        if counts:
-            if meter.under_way == 0:
-                meter.since = self._since
-            meter.under_way += 1
-
-    def _enter(self, entered: AbstractContextManager[None]) -> None:
-        self._range = entered
-        entered.__enter__()
-
-    def launched(self) -> float:
-        """The launching call is over, and the collective is under way. Returns the moment."""
-        now = perf_counter()
-        if self._counts:
-            self._meter.exposed_seconds += now - self._since
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-        return now
-
-    def standing(self) -> None:
-        """The program waits from now on."""
-        recorder = self._recorder
-        if self._airborne is not None and recorder is not None and recorder is self._meter.ranges.recorder:
-            self._enter(recorder.span(recorder.wait_label(self._airborne)))
-        self._since = perf_counter()
-
-    def landed(self) -> None:
-        """It is complete, or has failed, perhaps in the launching call already. Twice is harmless."""
-        if self._airborne is not None:
-            self._airborne.end()
-        now = self.launched()  # the thread stood still until now, in a wait or a launch
-        if self._counts:
-            self._counts, meter = False, self._meter
-            meter.under_way -= 1
-            if meter.under_way == 0:
-                meter.in_flight_seconds += now - meter.since

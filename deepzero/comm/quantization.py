@@ -32,6 +32,7 @@ Sources: [ZeRO++], sections 3.1 and 3.3; ``csrc/quantization`` in [DeepSpeed].
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -77,11 +78,6 @@ class Format:
             raise ValueError(f"bits={self.bits} must be 8 or 4")
         if self.block < ALIGN or self.block % ALIGN:
             raise ValueError(f"block={self.block} must be a multiple of {ALIGN} elements, as every rank's part is")
-
-    @property
-    def levels(self) -> int:
-        """L: codes reach from -L to L."""
-        return levels(self.bits)
 
     def blocks(self, numel: int) -> int:
         """Blocks of a message of ``numel`` elements."""
@@ -179,21 +175,20 @@ class Quantizer:
         self.kernel = "compiled" if kernel == "compiled" else "plain"
         self.reason = "not prepared" if kernel == "auto" else "as asked for"
         self._plain: PlainKernel | DryRunKernel = PlainKernel()
-        self._compiles = True
-        # (direction, dtype, device) that turned out not to compile, in the middle of training.
-        self._uncompiled: set[tuple[str, torch.dtype, torch.device]] = set()
+        self._compiled: dict[tuple[str, torch.dtype, torch.device], CompiledKernel] = {}  # by direction, too
 
     def prepare(self, numel: int, dtypes: Iterable[torch.dtype], device: torch.device | str = "cpu") -> None:
         """Decide on the kernel, and compile both directions, before training.
 
-        ``numel`` elements will be packed and unpacked in a step, together, of these dtypes, on this device.
+        ``numel`` elements will be packed and unpacked in a step, together, of these dtypes, on this device. What comes
+        in others later takes the plain kernel: nothing is compiled in the middle of training.
 
         Raises:
             RuntimeError: ``compiled`` was asked for and cannot be had.
         """
         device = torch.empty(0, device=device).device  # "cuda" is a wish, cuda:0 a device
         if substitute := _SUBSTITUTES.get(device.type):
-            self._plain, self._compiles = substitute(), False
+            self._plain = substitute()
         if self.request == "plain" or (self.request == "compiled" and substitute):
             return
         if self.request == "auto":
@@ -204,9 +199,9 @@ class Quantizer:
                 self.kernel, self.reason = "plain", missing
                 return
         try:
-            for dtype in dtypes:
-                for direction in ("pack", "unpack"):
-                    compiled(Variant(direction, dtype, self.format.bits, self.format.block, device))
+            for direction, dtype in itertools.product(("pack", "unpack"), dtypes):
+                variant = Variant(direction, dtype, self.format.bits, self.format.block, device)
+                self._compiled[direction, dtype, device] = compiled(variant)
         except CompilationError as error:
             if self.request == "compiled":
                 raise RuntimeError(
@@ -214,6 +209,7 @@ class Quantizer:
                 ) from error
             warnings.warn(f"Quantizer: {error}. Using the plain kernel", RuntimeWarning, stacklevel=2)
             self.kernel, self.reason = "plain", f"compiling failed ({error})"
+            self._compiled.clear()
             return
         if self.request == "auto":
             tool = "a C++ compiler" if device.type == "cpu" else "Triton"
@@ -262,19 +258,8 @@ class Quantizer:
 
     def _kernel(self, direction: str, rows: torch.Tensor) -> PlainKernel | DryRunKernel | CompiledKernel:
         """The one for these rows; a shorter last block is a row of its own, not worth a compilation."""
-        case = (direction, rows.dtype, rows.device)
-        if not (self._compiles and self.kernel == "compiled") or rows.shape[1] != self.format.block:
-            return self._plain
-        if case not in self._uncompiled:
-            try:
-                return compiled(Variant(direction, rows.dtype, self.format.bits, self.format.block, rows.device))
-            except CompilationError as error:
-                if self.request == "compiled":
-                    raise
-                self._uncompiled.add(case)
-                text = f"{error}. The plain kernel will {direction} {rows.dtype} here from now on: slower"
-                warnings.warn(f"Quantizer: {text}", RuntimeWarning, stacklevel=3)
-        return self._plain
+        whole_blocks = rows.shape[1] == self.format.block
+        return (self._compiled.get((direction, rows.dtype, rows.device)) if whole_blocks else None) or self._plain
 
 
 # ---- the plain kernel ------------------------------------------------------------------------------------------------

@@ -272,7 +272,8 @@ class BucketReducer:
     def _finish(self, inflight: InflightReduce) -> None:
         """Wait for one reduction, add it up into its output, and free its buffers."""
         bucket, comm, buffers = inflight.bucket, self.comm, inflight.buffers
-        comm.position = f"reduction of the bucket of {inflight.place}" if inflight.place else comm.position
+        if inflight.place:
+            comm.trail.position = f"reduction of the bucket of {inflight.place}"
         with self._lane.running(), comm.ranges.span("reduce", bucket.index, inflight.place, "sum"):
             # The lane reads our own contribution, which the compute stream has written.
             buffers.filled.wait()

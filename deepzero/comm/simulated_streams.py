@@ -183,6 +183,21 @@ class _Work:
         self._tensors = ()
 
 
+def _others(whole: torch.Tensor, mine: torch.Tensor) -> list[torch.Tensor]:
+    start = mine.storage_offset() - whole.storage_offset()
+    return [whole[:start], whole[start + mine.numel() :]]
+
+
+_TOUCHES: dict[str, Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]] = {
+    "all_to_all": lambda outputs, inputs: (inputs, outputs),
+    # In place: this rank's part is read where it lies, and not written.
+    ALL_GATHER: lambda whole, mine: ([mine], _others(whole, mine)),
+    REDUCE_SCATTER: lambda output, whole: ([whole], [output]),
+    "all_reduce": lambda tensor: ([], [tensor]),
+}
+"""Function of ``torch.distributed`` → what the network reads and writes."""
+
+
 class Transport:
     """In place of ``torch.distributed``: collectives as NCCL launches them, carried by the group's own backend.
 
@@ -192,58 +207,31 @@ class Transport:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
 
-    def all_to_all(self, outputs: Any, inputs: Any, group: Any = None, async_op: bool = True) -> _Work:
-        """``torch.distributed.all_to_all``, without what is empty: gloo has it for one tensor alone."""
-        return self._launch(inputs, outputs, lambda: self.exchange(outputs, inputs, group))
+    def __getattr__(self, name: str) -> Callable[..., _Work]:
+        return functools.partial(self._launch, name)
 
-    def exchange(self, outputs: Any, inputs: Any, group: Any) -> None:
-        """Carry it."""
+    def _launch(self, name: str, *tensors: Any, group: Any = None, async_op: bool = True) -> _Work:
+        machine, launched = self.machine, flight_recorder.observer().trail.waiting
+        what = "a collective" if launched is None else f"{launched.kind} {launched.where}".strip()
+        reads, writes = _TOUCHES[name](*tensors)
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+            machine.network.knows(machine.launch().clock)
+            for tensor in (*reads, *writes):
+                machine.touch(machine.network, tensor, any(tensor is one for one in writes), what)
+            self.carry(name, *tensors, group=group)
+        return _Work(machine, [*reads, *writes])
+
+    def carry(self, name: str, *tensors: Any, group: Any) -> None:
+        """Do it. What is empty is not exchanged, and gloo has ``all_to_all`` for one tensor alone."""
+        if name != "all_to_all":
+            getattr(dist, name)(*tensors, group=group)
+            return
+        outputs, inputs = tensors
         among: Any = group or dist.group.WORLD
         works = [among.send([t], q, 0) for q, t in enumerate(inputs) if t.numel()]
         works += [among.recv([t], q, 0) for q, t in enumerate(outputs) if t.numel()]
         for work in works:
             work.wait()
-
-    def _all_gather(self, whole: torch.Tensor, mine: torch.Tensor, group: Any = None, async_op: bool = True) -> _Work:
-        # In place: this rank's part is read where it lies, and not written.
-        start = mine.storage_offset() - whole.storage_offset()
-        others = [whole[:start], whole[start + mine.numel() :]]
-        return self._launch([mine], others, lambda: self.gather(whole, mine, group))
-
-    def gather(self, whole: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
-        """Carry it."""
-        getattr(dist, ALL_GATHER)(whole, mine, group)
-
-    def _reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor, async_op: bool = True) -> _Work:
-        return self._launch([whole], [output], lambda: self.scatter(output, whole))
-
-    def scatter(self, output: torch.Tensor, whole: torch.Tensor) -> None:
-        """Carry it."""
-        getattr(dist, REDUCE_SCATTER)(output, whole)
-
-    def all_reduce(self, tensor: torch.Tensor, async_op: bool = True) -> _Work:
-        """``torch.distributed.all_reduce``."""
-        return self._launch([], [tensor], lambda: self.reduce(tensor))
-
-    def reduce(self, tensor: torch.Tensor) -> None:
-        """Carry it."""
-        dist.all_reduce(tensor)
-
-    def _launch(self, reads: Sequence[Any], writes: Sequence[Any], carry: Callable[[], None]) -> _Work:
-        machine, launched = self.machine, flight_recorder.observer().trail.waiting
-        what = "a collective" if launched is None else f"{launched.kind} {launched.where}".strip()
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-            machine.network.knows(machine.launch().clock)
-            for tensor in reads:
-                machine.touch(machine.network, tensor, False, what)
-            for tensor in writes:
-                machine.touch(machine.network, tensor, True, what)
-            carry()
-        return _Work(machine, [*reads, *writes])
-
-
-setattr(Transport, ALL_GATHER, Transport._all_gather)
-setattr(Transport, REDUCE_SCATTER, Transport._reduce_scatter)
 
 
 class SimulatedAccelerator(device.NullAccelerator):
@@ -328,9 +316,7 @@ class SimulatedAccelerator(device.NullAccelerator):
         self.synchronize(d)
         del self.machine.locked[address]
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Noted as such."""
-        return tensor.pin_memory()
+    pin = device.Accelerator.pin
 
     def rng_state(self, d: torch.device) -> torch.Tensor:
         """Device and host have one generator, the CPU's."""

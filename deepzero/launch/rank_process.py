@@ -30,10 +30,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from deepzero.comm import flight_recorder
+from deepzero.durable import write_whole
 from deepzero.utils.errors import ConfigError
 from deepzero.utils.exit_hooks import finish, finish_within
 from deepzero.utils.threads import start_thread
@@ -118,10 +120,8 @@ def root_cause(reports: Iterable[RankReport]) -> RankReport | None:
 
 
 def write_report(folder: Path, report: RankReport) -> None:
-    """Whole or not at all: the launcher may read while a rank writes."""
-    temporary = folder / f".rank{report.rank}.json"
-    temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
-    temporary.replace(folder / f"rank{report.rank}.json")
+    """For the launcher, which may read while a rank writes."""
+    write_whole(folder / f"rank{report.rank}.json", json.dumps(asdict(report)).encode())
 
 
 def read_reports(folder: Path) -> list[RankReport]:
@@ -141,35 +141,38 @@ class StopRequest:
     asked_by: signal.Signals | None = None
 
 
-_registered: StopRequest | None = None
+class StopRequests:
+    """What this rank's program has said last."""
+
+    registered: StopRequest | None = None
+
+    def on_stop_request(self, callback: Callable[[], None] | None, grace_seconds: float = 20.0) -> None:
+        """On SIGTERM or SIGINT call ``callback``, and end this rank only if it is still there ``grace_seconds`` later.
+
+        The callback is called once, from another thread than the program's, and has to be quick: it sets a flag that
+        the program looks at between two steps. A second of these signals, and SIGHUP at any time, ends the rank at
+        once. What comes within :data:`SAME_REQUEST_SECONDS` is not a second one. SIGTERM also comes when another rank
+        has failed. The program need not tell this apart: its next collective raises.
+
+        With None these signals end this rank at once again.
+
+        Raises:
+            ValueError: ``grace_seconds`` is negative or above :data:`MAX_GRACE_SECONDS`.
+        """
+        if not 0 <= grace_seconds <= MAX_GRACE_SECONDS:
+            raise ValueError(
+                f"grace_seconds={grace_seconds}: must lie between 0 and {MAX_GRACE_SECONDS:g}, "
+                "because a rank is killed 30 s after SIGTERM"
+            )
+        self.registered = None if callback is None else StopRequest(callback, grace_seconds)
+
+    def stop_signal(self) -> signal.Signals:
+        """The signal that this rank was asked to stop by; SIGTERM where another rank was asked."""
+        return (self.registered and self.registered.asked_by) or signal.SIGTERM
 
 
-def on_stop_request(callback: Callable[[], None] | None, grace_seconds: float = 20.0) -> None:
-    """On SIGTERM or SIGINT do not end this rank at once: call ``callback``, and end it only if it is still there later.
-
-    The callback is called once, from another thread than the program's, and has to be quick: it sets a flag that the
-    program looks at between two steps. A second of these signals, and SIGHUP at any time, ends the rank at once. What
-    comes within :data:`SAME_REQUEST_SECONDS` is not a second one.
-
-    SIGTERM also comes when another rank has failed. The program need not tell this apart: its next collective raises.
-
-    With None these signals end this rank at once again. The program may take ``grace_seconds`` to end.
-
-    Raises:
-        ValueError: ``grace_seconds`` is negative or above :data:`MAX_GRACE_SECONDS`.
-    """
-    global _registered
-    if not 0 <= grace_seconds <= MAX_GRACE_SECONDS:
-        raise ValueError(
-            f"grace_seconds={grace_seconds}: must lie between 0 and {MAX_GRACE_SECONDS:g}, "
-            "because a rank is killed 30 s after SIGTERM"
-        )
-    _registered = None if callback is None else StopRequest(callback, grace_seconds)
-
-
-def stop_signal() -> signal.Signals:
-    """The signal that this rank was asked to stop by; SIGTERM where another rank was asked."""
-    return _registered.asked_by or signal.SIGTERM if _registered is not None else signal.SIGTERM
+_STOP_REQUESTS = StopRequests()
+on_stop_request, stop_signal = _STOP_REQUESTS.on_stop_request, _STOP_REQUESTS.stop_signal
 
 
 def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> None:
@@ -209,43 +212,36 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
             ready, _, _ = select.select([reader], [], [], ORPHAN_POLL_SECONDS)
             number = os.read(reader, 1)[0] if ready else 0
             asks = number in (signal.SIGTERM, signal.SIGINT)
-            if asks and asked is None and (asked := _registered) is not None:
+            if asks and asked is None and (asked := _STOP_REQUESTS.registered) is not None:
                 asked.asked_by, asked_at = signal.Signals(number), time.monotonic()
                 try:
                     asked.callback()
                 except Exception:  # and the program never hears of the request
                     traceback.print_exc()
-                    _leave(128 + number, f"stopped by {signal.Signals(number).name}; its callback failed", on_stop)
+                    leave(128 + number, f"stopped by {signal.Signals(number).name}; its callback failed", on_stop)
             elif asks and time.monotonic() < asked_at + SAME_REQUEST_SECONDS:
                 continue
             elif asks or number == signal.SIGHUP:
-                _leave(128 + number, f"stopped by {signal.Signals(number).name}", on_stop)
+                leave(128 + number, f"stopped by {signal.Signals(number).name}", on_stop)
             elif asked is not None and asked.asked_by and time.monotonic() >= asked_at + asked.grace_seconds:
                 late = f"it had not left {asked.grace_seconds:g} s later"
-                _leave(128 + asked.asked_by, f"stopped by {asked.asked_by.name}; {late}", on_stop)
+                leave(128 + asked.asked_by, f"stopped by {asked.asked_by.name}; {late}", on_stop)
             elif not ready and parent is not None and os.getppid() != parent:
-                _leave(FAILURE_EXIT, "the launcher has vanished", on_stop)
+                leave(FAILURE_EXIT, "the launcher has vanished", on_stop)
 
     start_thread(wait_for_the_end, "deepzero-watch")
 
 
-def _leave(status: int, reason: str, on_stop: Callable[[str], None] | None) -> NoReturn:
-    with contextlib.suppress(Exception):
-        if on_stop is not None:
-            on_stop(reason)
-    leave(status)
-
-
-def leave(status: int) -> NoReturn:
-    """End this rank without Python's own shutdown, after success as after failure.
+def leave(status: int, reason: str = "", tell: Callable[[str], None] | None = None) -> NoReturn:
+    """``tell`` the ``reason``, and end this rank without Python's own shutdown, after success as after failure.
 
     Shutdown would wait for threads that wait for a peer that is gone. And gloo's threads may still be letting go of the
     last tensors: one that asks for Python's lock after Python has closed it aborts the process (seen about once in a
     hundred runs, after everything had been written).
     """
-    for stream in (sys.stdout, sys.stderr):
+    for act in (partial(tell, reason) if tell else str, sys.stdout.flush, sys.stderr.flush):
         with contextlib.suppress(Exception):
-            stream.flush()
+            act()
     os._exit(status)
 
 
@@ -280,7 +276,7 @@ def fail_as_rank(error: BaseException, on_failure: Callable[[str], None] | None 
         message = {"message": {"message": report.title, "extraInfo": details}}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps(message), encoding="utf-8")
-    _leave(report.exit_status, report.text(), on_failure)
+    leave(report.exit_status, report.text(), on_failure)
 
 
 def _tell_peers(report: RankReport) -> None:
@@ -307,9 +303,7 @@ def remember(name: str, value: str) -> None:
     """
     path = _note(name)
     if path is not None and os.environ.get("LOCAL_RANK") == "0":
-        temporary = path.with_name(f".{path.name}")
-        temporary.write_text(value, encoding="utf-8")
-        temporary.replace(path)  # whole or not at all: this process may be killed at any instant
+        write_whole(path, value.encode())  # this process may be killed at any instant
 
 
 def recall(name: str) -> str | None:

@@ -169,7 +169,7 @@ def agree(
         RankMismatchError: ranks have launched different collectives, which a backend that pairs them by their number
             (NCCL) does not notice as long as extents agree. Nothing has been updated.
     """
-    path = comm.fingerprint() & (PATH_BITS - 1)
+    path = comm.trail.fingerprint & (PATH_BITS - 1)
     # A double travels as the signed integer of its bits, each in its rank's place: the sum adds only zeros to it.
     losses = [0] * comm.world_size
     losses[comm.rank] = struct.unpack("<q", struct.pack("<d", math.nan if loss is None else loss))[0]
@@ -183,9 +183,10 @@ def agree(
     # By Cauchy and Schwarz W * sum(p^2) = (sum p)^2 exactly if all p are equal.
     if comm.world_size * numbers[-1] != numbers[-2] ** 2:
         raise RankMismatchError(
-            f"ranks have launched different collectives in this step (rank {comm.rank} was last in {comm.position}): "
-            "what they received may have been meant for something else, and nothing is updated. Let all ranks run the "
-            "same modules in the same order; mark mixtures of experts with set_z3_leaf_modules"
+            f"ranks have launched different collectives in this step (rank {comm.rank} was last in "
+            f"{comm.trail.position}): what they received may have been meant for something else, and nothing is "
+            "updated. Let all ranks run the same modules in the same order; mark mixtures of experts with "
+            "set_z3_leaf_modules"
         )
     everyone = struct.unpack(f"<{comm.world_size}d", struct.pack(f"<{comm.world_size}q", *numbers[WORDS:-OWN_WORDS]))
     stopping, troubled, bad = (count > 0 for count in numbers[-OWN_WORDS:-2])

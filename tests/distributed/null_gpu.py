@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 
-from deepzero.comm.collectives import DryRunRank
+from deepzero.comm.collectives import ALL_GATHER, REDUCE_SCATTER, DryRunRank
 from deepzero.comm.simulated_streams import SimulatedAccelerator, Transport, simulated_streams
 from tests.distributed.one_of_many import Mirrored, one_of_many
 
@@ -16,20 +16,19 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 class Mirrors(Transport):
     """The other ranks have what this one has, and send what it would have sent them."""
 
-    def exchange(self, outputs, inputs, group):
-        for output, given in zip(outputs, inputs, strict=True):
-            if output.numel() == given.numel():
-                output.copy_(given)
-
-    def gather(self, whole, mine, group):
-        for part in whole.split(mine.numel()):
-            part.copy_(mine)
-
-    def scatter(self, output, whole):
-        torch.mul(whole[: output.numel()], whole.numel() // output.numel(), out=output)
-
-    def reduce(self, tensor):
-        tensor.mul_(self.world)
+    def carry(self, name, *tensors, group):
+        target, source = tensors if len(tensors) > 1 else (*tensors, None)
+        if name == "all_to_all":
+            for output, given in zip(target, source, strict=True):
+                if output.numel() == given.numel():
+                    output.copy_(given)
+        elif name == ALL_GATHER:
+            for part in target.split(source.numel()):
+                part.copy_(source)
+        elif name == REDUCE_SCATTER:
+            torch.mul(source[: target.numel()], self.world, out=target)
+        else:
+            target.mul_(self.world)
 
 
 @contextlib.contextmanager

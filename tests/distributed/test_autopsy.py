@@ -196,7 +196,7 @@ def sleep_through(rank, world, blocking):
     printed = io.StringIO()
     with joined(desync_watchdog.DIVERGENCE_SECONDS, timeout_seconds=4) as comm:
         one_exchange(comm, "the first")
-        comm.position, comm.step = "forward of blocks.3.mlp", 12
+        comm.trail.position, comm.trail.step = "forward of blocks.3.mlp", 12
         began = time.monotonic()
         with contextlib.redirect_stderr(printed), pytest.raises(CollectiveTimeoutError) as error:
             time.sleep(10 if rank == 1 else 0)

@@ -161,7 +161,7 @@ def take_different_paths(rank, world, how):
         one_exchange(comm, "the first")
         started = time.monotonic()
         with pytest.raises(RankDivergenceError) as error:
-            comm.position = f"forward of blocks.{rank}"
+            comm.trail.position = f"forward of blocks.{rank}"
             if how == "blocking" and rank == 0:
                 process_group.all_gather_object("a")
             elif how == "blocking" and rank == 1:
@@ -223,7 +223,7 @@ def test_a_rank_that_leaves_is_named(rank, world):
     with joined() as comm:
         one_exchange(comm, "the first")
         if rank == 1:
-            comm.position = "step 1"
+            comm.trail.position = "step 1"
             return
         with pytest.raises(RankLeftError) as error:
             one_exchange(comm, "the second")
@@ -236,7 +236,7 @@ def test_a_rank_that_leaves_is_named(rank, world):
 def test_the_thread_ends_with_its_group(rank, world):
     """Destroying the group without a word ends the thread too, and the next group starts afresh."""
     with joined() as comm:
-        first = comm._watch
+        first = comm.observer
         # Under its own prefix: in the same one a fast rank would read the address that a slow one had before.
         store = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
         dist.destroy_process_group()

@@ -1,15 +1,19 @@
 """Names of ranges, the recorder, the account of hidden communication, and our events in torch's file."""
 
 import json
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from deepzero.comm import profiler_ranges
+from deepzero.comm import collectives, profiler_ranges
 from deepzero.comm.chaos import Chaos
-from deepzero.comm.collectives import Communicator
+from deepzero.comm.collectives import Communicator, Pending
+from deepzero.comm.flight_recorder import CollectiveRecord
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.profiler_ranges import VERBS, Label, LaneSpan, OverlapMeter, Ranges, Recorder
+from deepzero.comm.profiler_ranges import VERBS, Label, LaneSpan, OverlapMeter, Recorder
 from deepzero.comm.topology import RankGroup
 from deepzero.config.engine import ChaosConfig
 from deepzero.profiling.trace import our_events, weave
@@ -43,22 +47,21 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(profiler_ranges, "perf_counter", made)
+    for module in (collectives, profiler_ranges):
+        monkeypatch.setattr(module, "perf_counter", made)
     return made
 
 
 TWO = [  # that overlap: launched at 0 and 2, waited for from 5 to 6 and from 6 to 9; a launch takes 1
-    (0, "launch", 0), (1, "launched", 0), (2, "launch", 1), (3, "launched", 1),
-    (5, "standing", 0), (6, "landed", 0), (6, "standing", 1), (9, "landed", 1), (9, "step", None),
+    ("launch", 0, 1, 0), ("launch", 2, 3, 1), ("wait", 5, 6, 0), ("wait", 6, 9, 1), ("step", 9, 9, None),
 ]  # fmt: skip
 IN_TWO_STEPS = [  # what is under way at a step's end counts in both
-    (0, "launch", 0), (0, "launched", 0), (4, "step", None), (6, "standing", 0), (7, "landed", 0), (7, "step", None),
+    ("launch", 0, 0, 0), ("step", 4, 4, None), ("wait", 6, 7, 0), ("step", 7, 7, None),
 ]  # fmt: skip
 FAILS_TWICE = [  # a wait that has raised, and is tried again, lands once: the other one still is under way
-    (0, "launch", 0), (0, "launch", 1), (0, "launched", 0), (0, "launched", 1),
-    (0, "standing", 0), (0, "landed", 0), (0, "standing", 0), (0, "landed", 0), (4, "step", None),
+    ("launch", 0, 0, 0), ("launch", 0, 0, 1), ("fails", 0, 0, 0), ("fails", 0, 0, 0), ("step", 4, 4, None),
 ]  # fmt: skip
-ONE = [(0, "launch", 0), (4, "launched", 0), (4, "standing", 0), (4, "landed", 0), (4, "step", None)]
+ONE = [("launch", 0, 4, 0), ("wait", 4, 4, 0), ("step", 4, 4, None)]
 
 
 @pytest.mark.parametrize(("device", "kind", "story", "expected"), [
@@ -69,19 +72,26 @@ ONE = [(0, "launch", 0), (4, "launched", 0), (4, "standing", 0), (4, "landed", 0
     ("cuda", "gather", ONE, [None]),  # a GPU says nothing
 ])  # fmt: skip
 def test_hidden_communication(device, kind, story, expected, clock):
-    account, flights, found = (
-        OverlapMeter(torch.device(device), Ledger(untracked_kinds={"evaluation"}), Ranges()),
-        {},
-        [],
-    )
-    for clock.now, what, number in story:
+    comm = Communicator(torch.device("cpu"), Ledger(untracked_kinds={"evaluation"}), Chaos(ChaosConfig(), 0))
+    comm.overlap, pending, found = OverlapMeter(torch.device(device), comm.ledger), {}, []
+
+    def stands(fails, until):
+        clock.now = until
+        if fails:
+            raise RuntimeError("lost")
+
+    for what, clock.now, until, number in story:
         if what == "launch":
-            flights[number] = account.launch(kind, "bucket 0")
+            pending[number] = Pending(comm, CollectiveRecord(number, 0, kind, "bucket 0"))
+            with pending[number].launching():
+                stands(False, until)
         elif what == "step":
-            account.close_step()
-            found.append(account.metrics())
+            comm.overlap.close_step()
+            found.append(comm.overlap.metrics())
         else:
-            getattr(flights[number], what)()
+            pending[number].works = [SimpleNamespace(wait=partial(stands, what == "fails", until))]
+            with pytest.raises(RuntimeError, match="lost") if what == "fails" else nullcontext():
+                pending[number].wait()
     names = ("comm/in_flight_seconds", "comm/exposed_seconds", "comm/hidden_fraction")
     for metrics, seconds in zip(found, expected, strict=True):
         hidden = seconds and pytest.approx(1 - seconds[1] / seconds[0])

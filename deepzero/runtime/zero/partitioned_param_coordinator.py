@@ -226,7 +226,7 @@ class PartitionedParameterCoordinator:
                     self.buckets[key].show()
             return
         backward = in_backward()
-        self.comm.position = f"{'backward' if backward else 'forward'} of {where}"
+        self.comm.trail.position = f"{'backward' if backward else 'forward'} of {where}"
         if backward and self._trace is self.evaluation:
             # An evaluation between a forward pass and its backward pass has ended.
             self._switch(self.training)
@@ -290,7 +290,7 @@ class PartitionedParameterCoordinator:
 
     def end_sub_module(self, where: str) -> None:
         """Post-forward: nothing is released here; the place is noted for the messages of ranks that fall apart."""
-        self.comm.position = f"{'backward' if in_backward() else 'forward'}, after {where}"
+        self.comm.trail.position = f"{'backward' if in_backward() else 'forward'}, after {where}"
 
     def end_step(self) -> None:
         """The boundary: the trace of training is complete, and all values are about to change.

@@ -359,7 +359,7 @@ class ZeroStage3:
         self._last_micro_batch = last_micro_batch
         # For the messages of ranks that fall apart, and stand in different places.
         if isinstance(param, ZeroParameter):
-            self.comm.position = f"backward, gradient of {param._zero.name}"
+            self.comm.trail.position = f"backward, gradient of {param._zero.name}"
         self.gradients.reduce_ready_gradient(param, last_micro_batch)
 
     def _launched(self, group: int, bucket: Bucket) -> None:
