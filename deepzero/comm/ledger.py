@@ -87,10 +87,11 @@ class Ledger:
     """One rank's account. Bytes are bytes; elements are elements."""
 
     # Traffic by kind, for example ``gradients.reduce_scatter``: of the step under way, of the last complete optimizer
-    # step, of everything before the first step, and (summed over the run) of what is no part of a step: evaluation,
-    # ``GatheredParameters``. `untracked_kinds` are the kinds of the last.
+    # step, of the step to come (what it has sent ahead), of everything before the first step, and (summed over the run)
+    # of what is no part of a step: evaluation, ``GatheredParameters``. `untracked_kinds` are the kinds of the last.
     traffic: dict[str, Traffic] = field(default_factory=dict)
     last_step: dict[str, Traffic] = field(default_factory=dict)
+    next_step: dict[str, Traffic] = field(default_factory=dict)
     setup: dict[str, Traffic] = field(default_factory=dict)
     between_steps: dict[str, Traffic] = field(default_factory=dict)
     untracked_kinds: set[str] = field(default_factory=set)
@@ -106,6 +107,7 @@ class Ledger:
     _watched: dict[str, tuple[Callable[[], Iterable[torch.Tensor | None]], int]] = field(default_factory=dict)
     _most: dict[str, Callable[[], int]] = field(default_factory=dict)
     _aside: bool = False
+    _ahead: bool = False
 
     # ---- traffic -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +133,8 @@ class Ledger:
             self.events.append(Event(what, kind, where, sent, self.clock()))
         if self.observer is not None:
             self.observer(what, kind, where)
-        account = self.traffic if self.in_step(kind) else self.between_steps
+        of_step = self.next_step if self._ahead else self.traffic
+        account = of_step if self.in_step(kind) else self.between_steps
         entry = account.setdefault(kind, Traffic())
         entry.add(Traffic(1, elements - padding, padding, sent_bytes, between_bytes))
 
@@ -155,13 +158,22 @@ class Ledger:
         finally:
             self._aside = False
 
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[None]:
+        """What is sent meanwhile is part of the next step."""
+        self._ahead = True
+        try:
+            yield
+        finally:
+            self._ahead = False
+
     def close_setup(self) -> None:
         """What was counted so far belongs to the setup, not to the first step."""
         self.setup, self.traffic = self.traffic, {}
 
     def close_step(self) -> None:
         """An optimizer step is complete."""
-        self.last_step, self.traffic = self.traffic, {}
+        self.last_step, self.traffic, self.next_step = self.traffic, self.next_step, {}
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 

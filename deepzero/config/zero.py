@@ -155,8 +155,8 @@ class ZeroConfig(Section):
     overlap_comm: bool = False
     """Let reductions run while the backward pass goes on, with two buckets in flight."""
     overlap_param_gather: bool = False
-    """Stages 1 and 2: let updated parameters travel while the optimizer steps on the next bucket and the next forward
-    pass begins. deepzero's own; the name is Megatron's."""
+    """Let updated parameters travel while the optimizer steps on the next ones and the next forward pass begins: in
+    stages 1 and 2 all, in stage 3 those that it needs first. deepzero's own; the name is Megatron's."""
     reduce_scatter: bool = True
     """Stage 1 only: false reduces with an all-reduce, as DeepSpeed's first release did, at 1.5 times the volume."""
     stage3_prefetch_bucket_size: NotNegative = 50_000_000
@@ -196,8 +196,7 @@ class ZeroConfig(Section):
         self.need(self.stage in (0, 1, 2, 3), "stage", "stages are 0, 1, 2 and 3")
         rule = f"the all-reduce variant exists for stage 1 alone, and zero.stage={self.stage}"
         self.idle_unless(self.stage == 1, rule, "reduce_scatter")
-        rule = f"it is for parameters that are gathered after the step (stages 1 and 2), and zero.stage={self.stage}"
-        self.idle_unless(self.stage in (1, 2), rule, "overlap_param_gather")
+        self.idle_unless(self.stage > 0, "nothing is gathered, and zero.stage=0", "overlap_param_gather")
         self._check_offload()
         self._check_zeropp()
 

@@ -506,11 +506,14 @@ class HostOptimizerShard(OptimizerShard):
         super().step(divisor)
         self._step_on_host(divisor)
 
-    def step_by_bucket(self, order: Sequence[tuple[int, Bucket]], on_stepped: Callable[[int, Bucket], None]) -> None:
-        """As on the device; buckets in host memory leave in ``order`` too, and tell the stage by ``on_uploaded``."""
-        super().step_by_bucket(order, on_stepped)
-        turn = {(number, bucket.index): place for place, (number, bucket) in enumerate(order)}
-        self.uploads.sort(key=lambda upload: turn[upload.number, upload.bucket.index])
+    def step_in_turns(
+        self, turns: Sequence[Sequence[tuple[int, Bucket]]], on_stepped: Callable[[int, Bucket], None]
+    ) -> None:
+        """As on the device; buckets in host memory leave in this order too, and tell the stage by ``on_uploaded``."""
+        super().step_in_turns(turns, on_stepped)
+        order = itertools.chain.from_iterable(turns)
+        place = {(number, bucket.index): place for place, (number, bucket) in enumerate(order)}
+        self.uploads.sort(key=lambda upload: place[upload.number, upload.bucket.index])
 
     def _in_memory(self) -> Generator[HostParamUpload]:
         """The buckets, one after the other, each in host memory until the next one is asked for."""

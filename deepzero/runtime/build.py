@@ -192,7 +192,9 @@ def build_zero(
         stage = _build_stage(model, gradients, stored, coordinator, zero)
         if isinstance(stage, OverlappedZeroStage1And2):
             # The forward pass uses first what the backward pass reaches last.
-            shard.step_by_bucket(order[::-1], stage.publish_bucket)
+            shard.step_in_turns([[ref] for ref in order[::-1]], stage.publish_bucket)
+        elif isinstance(stage, ZeroStage3) and zero.overlap_param_gather and comm.world_size > 1:
+            stage.overlap_fetches(shard.step_in_turns)
         if offload is not None and offload.shard is not None:
             # The CPU steps bucket by bucket; the parameters of one are published while it steps on the next.
             offload.shard.on_uploaded = stage.arrived

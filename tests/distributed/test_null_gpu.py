@@ -128,7 +128,13 @@ QGZ = {"zero_quantized_gradients": True, "quantization": {"block_size": 64}}
 ZEROPP = {
     1: [{}, {"overlap_param_gather": True}],
     2: [{}, QGZ, {"overlap_param_gather": True}],
-    3: [{}, {**QGZ, "zero_quantized_weights": True}, {**QGZ, "zero_hpz_partition_size": 2}, {"mics_shard_size": 2}],
+    3: [
+        {},
+        {**QGZ, "zero_quantized_weights": True},
+        {**QGZ, "zero_hpz_partition_size": 2},
+        {"mics_shard_size": 2},
+        {"overlap_param_gather": True},
+    ],
 }
 
 

@@ -15,7 +15,7 @@ from deepzero.config.strict import ConfigError
 from deepzero.config.zero import ZeroConfig
 from deepzero.runtime.zero.overlap_param_gather import UNDER_WAY, HiddenParameter
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import WIDTH, check_same_bits, config, make_batch, make_model, one_step, start
+from tests.distributed.training import WHOLE, WIDTH, check_same_bits, config, make_batch, make_model, one_step, start
 
 OVERLAP = {"overlap_param_gather": True}
 ON_HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -27,13 +27,16 @@ FP16 = {"fp16": {"initial_scale_power": 18, "hysteresis": 1}}  # its first steps
 def twins(precision, stage, zero, **fixed):
     """The same run without and with, calm and under chaos."""
     more = {"precision": precision, "stage": stage, **fixed, **(FP16 if precision == "fp16" else {})}
+    zero = {**(WHOLE if stage == 3 else {}), **zero}
     yield config(bucket=1500, zero=zero, **more)
     for bucket, chaos in ((1500, None), (200, 7)):
         yield config(bucket=bucket, chaos=chaos, overlap=chaos is None, zero={**OVERLAP, **zero}, **more)
 
 
-MATRIX = list(itertools.product((2, 3, 4), ("bf16", "fp32", "fp16"), (1, 2), (1, 3), ({}, ON_HOST, HALF, LATE)))
-SAMPLE = {0, 41, 70, 107, 139}
+RUNS = [itertools.product((2, 3, 4), ("bf16", "fp32", "fp16"), stages, (1, 3), ({}, ON_HOST, HALF, LATE))
+        for stages in ((1, 2), (3,))]  # fmt: skip
+MATRIX = list(itertools.chain(*RUNS))
+SAMPLE = {0, 41, 70, 107, 139, 144, 153, 167, 172, 205}
 
 
 @pytest.mark.parametrize(
@@ -260,7 +263,89 @@ def test_an_optimizer_that_counts_its_calls_is_refused(rank, world):
             deepzero.initialize(model=model, optimizer=optimizer, config=settings)
 
 
-def test_other_stages_have_nothing_to_overlap():
-    for stage in (0, 3):
-        with pytest.raises(ConfigError, match=r"overlap_param_gather.*stages 1 and 2"):
-            ZeroConfig(stage=stage, overlap_param_gather=True)
+def test_stage_0_has_nothing_to_overlap():
+    with pytest.raises(ConfigError, match=r"overlap_param_gather.*stage=0"):
+        ZeroConfig(stage=0, overlap_param_gather=True)
+
+
+# ---- stage 3: the first buckets of the next forward pass are on their way, or here, between two steps ----------------
+
+
+def evaluated(engine):
+    with torch.no_grad():
+        return engine(*data())
+
+
+@torch.no_grad()
+def gathered(engine, modify=False):
+    weights = [engine.module.embed.weight, engine.module.head.weight]
+    with deepzero.zero.GatheredParameters(weights, modifier_rank=0 if modify else None):
+        if modify:
+            weights[0].mul_(1.25)
+        return [weight.detach().clone() for weight in weights]
+
+
+def changed(engine):
+    """A module that was the first is used no more: what was fetched for it is for nothing."""
+    engine.module.blocks.insert(0, engine.module.blocks.pop(-1))
+
+
+def given(engine, value=1.5):
+    weight = engine.module.embed.weight
+    deepzero.utils.safe_set_full_fp32_param(weight, torch.full(weight.shape, value))
+
+
+BETWEEN = {
+    "evaluate": evaluated,
+    "evaluate twice": lambda e: (evaluated(e), evaluated(e)),
+    "infer": lambda e: torch.inference_mode()(lambda: e(*data()).clone())(),
+    "read": gathered,
+    "write": lambda e: gathered(e, modify=True),
+    "set": given,
+    "state": lambda e: e.module_state_dict(),
+    "hash": lambda e: e.params_sha256(),
+    "offload_states": lambda e: (e.offload_states(), e.reload_states()),
+    "discard": lambda e: e.discard_gradients(),
+    "a pass that is dropped": lambda e: (e(*data()), e.discard_gradients()),
+    "another order": changed,
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@on_ranks()
+def test_what_is_fetched_under_the_step_holds_what_the_program_leaves(rank, world, precision):
+    more = {"precision": precision, "bucket": 700, "chaos": 3}
+    plain, engine = (start(make_model(), stage=3, zero={**WHOLE, **zero}, **more) for zero in ({}, OVERLAP))
+    for each in (plain, engine):
+        one_step(each, rank, world)
+    for step, (name, act) in enumerate(BETWEEN.items(), 1):
+        one_step(plain, rank, world, step)
+        one_step(engine, rank, world, step)
+        assert engine.stage.coordinator._live, f"nothing is here before {name}"
+        sent = [each.ledger.last_step for each in (plain, engine)]
+        assert sent[0] == sent[1], name
+        assert alike(act(engine), act(plain)), name
+    one_step(plain, rank, world)
+    one_step(engine, rank, world)
+    assert engine.params_sha256() == plain.params_sha256()
+    engine.destroy()
+    assert all(type(param) is nn.Parameter for param in engine.module.parameters())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@on_ranks()
+def test_a_write_behind_a_fetch_is_refused(rank, world, precision):
+    """On every rank alike, before the model computes with what was sent; behind an evaluation nothing has been."""
+    engine = start(make_model(), stage=3, precision=precision, bucket=700, zero={**WHOLE, **OVERLAP})
+    one_step(engine, rank, world)
+    one_step(engine, rank, world)
+    gathered(engine, modify=True)  # this one is permitted
+    one_step(engine, rank, world)
+    evaluated(engine)
+    with torch.no_grad():
+        engine.module.embed.weight.ds_tensor.mul_(2)
+    one_step(engine, rank, world)
+    with torch.no_grad():
+        engine.module.embed.weight.ds_tensor.mul_(2)
+    with pytest.raises(deepzero.runtime.zero.guards.PartitionedUseError, match="written between two steps"):
+        one_step(engine, rank, world)

@@ -90,6 +90,7 @@ CASES = {
     "stage 2": {"stage": 2},
     "stage 2, gathers overlapped": {"stage": 2, "overlap_param_gather": True},
     "stage 3": {"stage": 3, "stage3_prefetch_bucket_size": 30_000},
+    "stage 3, gathers overlapped": {"stage": 3, "stage3_prefetch_bucket_size": 30_000, "overlap_param_gather": True},
     "stage 3, all in few bits": {
         "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True,
     },

@@ -85,6 +85,19 @@ def test_launch_mine_then_the_prefetch_then_wait_for_mine(ranks):
     assert not [e for e in log if e[1] == GATHER]
 
 
+def test_first_fetches_under_the_step(ranks):
+    """What the next step uses first leaves when it is stepped on, is waited for there, and is counted there."""
+    zero = {"stage3_max_reuse_distance": 0, "sub_group_size": 100}
+    plain, log = (
+        ranks.run(events, {**zero, "overlap_param_gather": ahead}, world_size=2)[0] for ahead in (False, True)
+    )
+    usual, fetches = names(plain), names(log)
+    assert fetches == [*usual[2:], *usual[:2]] and usual[:2] == ["launch f5", "launch f4"]
+    place = [i for i, event in enumerate(log) if event[:2] == ("launch", FORWARD)][-2:]
+    agreed, stepped = (next(i for i, e in enumerate(log) if e[:2] == what) for what in (("wait", AGREE), ("step", "")))
+    assert agreed < place[0] < place[1] < stepped
+
+
 def test_without_prefetch(ranks):
     log = names(ranks.run(events, {"stage3_prefetch_bucket_size": 0}, world_size=2)[0])
     launches = [i for i, name in enumerate(log) if name.startswith("launch")]
@@ -103,10 +116,11 @@ def report(rank, world, zero, precision, accumulation=1):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_three_psi(ranks, world, accumulation):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_three_psi(ranks, world, accumulation, ahead):
     """Gathered twice, reduced once, less what is said: the last bucket is kept, the embedding is not needed twice."""
     share = accumulation * (world - 1) / world
-    zero = {"stage3_max_reuse_distance": 0}
+    zero = {"stage3_max_reuse_distance": 0, "overlap_param_gather": ahead}
     entry, _ = ranks.run(report, zero, "bf16", accumulation, world_size=world)[0]
     sent = {kind: counts["measured"]["elements"] for kind, counts in entry["communication"].items()}
     assert sent[FORWARD] == pytest.approx(PSI * share)

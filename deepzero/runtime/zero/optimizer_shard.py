@@ -97,6 +97,7 @@ class OptimizerShard:
         # dtype. Both stay where they are from step to step, so they are cut once.
         self.grads = self.cut_grads()
         self._master_ids = set(map(id, self.grads))
+        self._sub_group_size = sub_group_size
         # What the device steps on: the first buckets may be the host's. Each list is stepped on together.
         stepped = (
             master for group in self.groups for fragment, master in zip(group.fragments, group.masters, strict=True)
@@ -173,12 +174,26 @@ class OptimizerShard:
                 self._optimizer_step(sub_group, divisor)
             self.on_stepped(number)
 
-    def step_by_bucket(self, order: Sequence[tuple[int, Bucket]], on_stepped: Callable[[int, Bucket], None]) -> None:
-        """Let :meth:`step` go bucket by bucket, in ``order``, and call ``on_stepped`` with each of the device's."""
-        # The number of a group, and a bucket of it; this rank may have no fragment there.
-        here = [(g, bucket) for g, bucket in order if not self.groups[g].placement.steps_on_host(bucket)]
-        self.sub_groups = [self.groups[g].masters[self.groups[g].inside(bucket)] for g, bucket in here]
-        self.on_stepped = lambda number: on_stepped(*here[number])
+    def step_in_turns(
+        self, turns: Sequence[Sequence[tuple[int, Bucket]]], on_stepped: Callable[[int, Bucket], None]
+    ) -> None:
+        """Let :meth:`step` take some buckets after others, and call ``on_stepped`` with each of a turn when it is over.
+
+        Each bucket comes with the number of its group, and is in one of ``turns``. Those of the device alone count.
+        """
+        self.sub_groups, last_of = [], dict[int, list[tuple[int, Bucket]]]()
+        for turn in turns:
+            here = [(g, bucket) for g, bucket in turn if not self.groups[g].placement.steps_on_host(bucket)]
+            # Of some buckets this rank has none.
+            masters = [m for g, bucket in here for m in self.groups[g].masters[self.groups[g].inside(bucket)]]
+            self.sub_groups += cut_into_sub_groups(masters, self._sub_group_size)
+            last_of[len(self.sub_groups) - 1] = here
+
+        def stepped(number: int) -> None:
+            for g, bucket in last_of.get(number, ()):
+                on_stepped(g, bucket)
+
+        self.on_stepped = stepped
 
     @torch.no_grad()
     def _optimizer_step(

@@ -178,7 +178,7 @@ def wait_before_forward(module: nn.Module, _: Any) -> None:
 class OverlappedZeroStage1And2(ZeroStage1And2):
     """Stages 1 and 2, whose buckets are published as they are stepped on, and waited for when they are used.
 
-    Arguments are :class:`ZeroStage1And2`'s, and the model, whose modules get a hook. ``step_by_bucket`` of the
+    Arguments are :class:`ZeroStage1And2`'s, and the model, whose modules get a hook. ``step_in_turns`` of the
     optimizer's shard calls :meth:`publish_bucket`.
     """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -249,7 +249,8 @@ class PartitionedBucket:
             self.owner.before_write()
         # ``before_write`` has waited for fetches that read a shard in host memory.
         start, stop, first = self.range_of(param._zero.placed()[1])
-        self.shard[first : first + stop - start].copy_(values[start:stop])
+        with self.owner.writing() if self.owner is not None else nullcontext():
+            self.shard[first : first + stop - start].copy_(values[start:stop])
         self.generation += 1
         # What is gathered, or on its way, follows: in place, after the all-gather, which would overwrite it.
         if self.status is not ZeroParamStatus.NOT_AVAILABLE:

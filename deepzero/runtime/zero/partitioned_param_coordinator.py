@@ -20,8 +20,12 @@ Sources: ``PartitionedParameterCoordinator``, ``fetch_sub_module``, ``release_su
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,6 +37,10 @@ from deepzero.runtime.zero.guards import PartitionedUseError
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, EVALUATION, FORWARD, ON_REQUEST, ON_REQUEST_BROADCAST
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
+from deepzero.utils.exit_hooks import before_the_end
+
+if TYPE_CHECKING:
+    from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +55,17 @@ NO_ACTION = ModuleUse((), False, "")
 
 WARN_AFTER_DROPS = 10
 """Plans dropped before a warning that they do not last."""
+
+UNDER_WAY: weakref.WeakSet[PartitionedParameterCoordinator] = weakref.WeakSet()
+"""Those that have fetched ahead of a step that may not come."""
+
+
+@before_the_end
+def finish() -> None:
+    """Wait before the process ends: this rank still sends what others may wait for."""
+    for coordinator in list(UNDER_WAY):
+        with contextlib.suppress(RuntimeError):  # a rank that is gone; whoever needs its part has the error
+            coordinator.release_all(discard=True)
 
 
 class InflightParamRegistry:
@@ -165,6 +184,8 @@ class PartitionedParameterCoordinator:
         self._current: frozenset[int] = frozenset()
         # Keys of the buckets that are gathered or in flight, by last use, the oldest first.
         self._live: dict[int, None] = {}
+        # Keys of those that the step has launched for the one to come, which counts them, until its first use.
+        self._ahead: list[int] = []
         self.pool, self.pools = pools[0], pools
         self.pool.bucket_numels = {key: numel for key, numel in self.numels.items() if numel}
         self._to_simulate = False
@@ -186,6 +207,8 @@ class PartitionedParameterCoordinator:
         elif torch.is_grad_enabled():
             self._switch(self.training)
         else:
+            if self._ahead and self.training.position < 0:  # they are the training step's, which gathers them anew
+                self.release_all()
             self._switch(self.evaluation)
             self._trace.reset()
 
@@ -236,6 +259,12 @@ class PartitionedParameterCoordinator:
         if not self.pool.uses:
             self._begin_pass()
         self.pool.uses.append(use)
+        ahead: list[int] = []
+        if self._ahead and self._trace is self.training:
+            ahead, self._ahead = self._ahead, ahead
+            use.fetch = tuple(key for key in ahead if key in self._live)
+            for group in self._owners(use.fetch):
+                group.check_as_sent()
         # Release before fetching: the buffers that become free are those that the fetch takes.
         self.release_sub_module(keys, planned)
         # Mine first, as it is needed first. The order is that of the plan or of the keys, so the same on all ranks:
@@ -247,17 +276,15 @@ class PartitionedParameterCoordinator:
             if key in self._live:
                 continue
             bucket = self.buckets[key]
-            self._count_live(key, where, note)
+            self.comm.ledger.note("fetch", f"{note} at {where}" if note else where, f"bucket {key}")
             if bucket.status is ZeroParamStatus.NOT_AVAILABLE:  # else GatheredParameters has it
+                # What was launched ahead, and released since, is counted already.
+                counted = self.comm.ledger.aside() if key in ahead else nullcontext()
+                with self.comm.ranges.span("fetch", key, where, note), counted:
+                    bucket.launch(kind, exact=False)
                 use.fetch += (key,)
-                try:
-                    with self.comm.ranges.span("fetch", key, where, note):
-                        bucket.launch(kind, exact=False)
-                except BaseException:  # it is not here, and was not fetched
-                    del self._live[key]
-                    self.live_numel -= self.numels[key]
-                    raise
                 self.inflight.add(bucket)
+            self._count_live(key, where)
         if not on_demand:
             self._current = frozenset(keys)
         # All is launched before anything is waited for: while this rank stands still for its own buckets, and while it
@@ -270,6 +297,32 @@ class PartitionedParameterCoordinator:
                 # Last in the order of use.
                 self._live.pop(key, None)
                 self._live[key] = None
+
+    def first_fetches(self) -> list[PartitionedBucket]:
+        """What the next step will launch at its first use, if that is known."""
+        plan = self.training.plan
+        return [self.buckets[key] for key, _ in plan.uses[0].launches] if plan is not None else []
+
+    def fetch_ahead(self, bucket: PartitionedBucket) -> None:
+        """1 fetch, in the order of :meth:`first_fetches`, while the optimizer steps on other buckets.
+
+        The bytes are counted in the next step, whose first use waits for them.
+        """
+        self.comm.ledger.note("fetch", "ahead of the next step", f"bucket {bucket.key}")
+        with self.comm.ranges.span("fetch", bucket.key, "the step", "ahead"), self.comm.ledger.ahead():
+            bucket.launch(FORWARD, exact=False)
+        self.inflight.add(bucket)
+        self._count_live(bucket.key, "the step")
+        self._ahead.append(bucket.key)
+        UNDER_WAY.add(self)
+
+    def note_sent(self) -> None:
+        """The step has written its last: what it has launched holds the values of now."""
+        for group in self._owners(self._ahead):
+            group.sent_version = group.shard_on_device._version
+
+    def _owners(self, keys: Iterable[int]) -> set[PartitionedParamGroup]:
+        return {owner for key in keys if (owner := self.buckets[key].owner) is not None}
 
     def release_sub_module(self, keys: tuple[int, ...], planned: ModuleUse | None) -> None:
         """2: before ``keys`` are fetched, release what the modules before needed and the plan lets go.
@@ -299,7 +352,7 @@ class PartitionedParameterCoordinator:
             PartitionedUseError: a gathered parameter was written. The step has ended as on the other ranks.
         """
         self._switch(self.training)
-        problem = None
+        self._ahead, problem = [], None
         try:
             self.release_all()
         except PartitionedUseError as error:
@@ -364,6 +417,8 @@ class PartitionedParameterCoordinator:
     def release_all(self, discard: bool = False) -> None:
         """Nothing is gathered afterwards; with ``discard`` without a complaint about writes."""
         self._current = frozenset()
+        for group in self._owners(self._ahead):
+            group.sent_version = None
         if self.pool.uses:
             self.pool.uses.append(ModuleUse((), False, "", release=tuple(self._live)))
         refused: Exception | None = None
@@ -391,8 +446,7 @@ class PartitionedParameterCoordinator:
 
     # ---- how -------------------------------------------------------------------------------------------------------
 
-    def _count_live(self, key: int, where: str, note: str) -> None:
-        self.comm.ledger.note("fetch", f"{note} at {where}" if note else where, f"bucket {key}")
+    def _count_live(self, key: int, where: str) -> None:
         self.live_numel += self.numels[key]
         self.max_live_numel = max(self.max_live_numel, self.live_numel)
         if self.live_numel > self.limits.live_numel and not self._warned_live and self.comm.rank == 0:

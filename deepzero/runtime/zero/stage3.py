@@ -33,7 +33,9 @@ Sources: P_os+g+p in [ZeRO], sections 5.3 and 7.2.2; [stage-3 guide]; ``stage3.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -44,7 +46,7 @@ from deepzero.config.zero import ZeroConfig
 from deepzero.layout import Bucket, Fragment, OffloadPlan
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
-from deepzero.runtime.zero.guards import unregister_owner
+from deepzero.runtime.zero.guards import PartitionedUseError, unregister_owner
 from deepzero.runtime.zero.module_hooks import ModuleHooks
 from deepzero.runtime.zero.parameter_all_gather import SETUP, PlainAllGather, send_to_replicas
 from deepzero.runtime.zero.partition_parameters import (
@@ -184,6 +186,8 @@ class PartitionedParamGroup(ParamGroup):
         if placement.parameter_numel and allocate is not None:
             self.shard_on_host = allocate(HOST_PARAMETERS, placement.parameter_numel, pool.dtype)
         self.pool, self._first_key, self._build_gather = pool, first_key, build_gather
+        # Of ``shard_on_device``, when the last step had ended, while buckets are here that it has fetched ahead.
+        self.sent_version: int | None = None
         self.buckets: list[PartitionedBucket] = []
         super().__init__(names, planned, pool.dtype, comm, placement, allocate)
 
@@ -238,6 +242,24 @@ class PartitionedParamGroup(ParamGroup):
 
     # ---- writes by the program ---------------------------------------------------------------------------------------
 
+    def check_as_sent(self) -> None:
+        """Raise a :class:`PartitionedUseError` if the shard was written behind a fetch that was launched by the step."""
+        if self.sent_version not in (None, self.shard_on_device._version):
+            raise PartitionedUseError(
+                f"a shard was written between two steps (by ds_tensor, or in fp32 by an optimizer's tensor) when "
+                f"zero.overlap_param_gather had sent parts of it to the next forward pass, among them "
+                f"{self.buckets[-1].names}. Write inside `with deepzero.zero.GatheredParameters(param, "
+                "modifier_rank=0):`, or switch the setting off"
+            )
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around a write to the shard that what is gathered will follow."""
+        self.check_as_sent()
+        yield
+        if self.sent_version is not None:
+            self.sent_version = self.shard_on_device._version
+
     @torch.no_grad()
     def accept_write(self, bucket: PartitionedBucket, param: ZeroParameter) -> None:
         """The shard has new values of ``param``: its master follows."""
@@ -245,6 +267,11 @@ class PartitionedParamGroup(ParamGroup):
         if mine is not None:
             fragment, master = mine
             update_master_from_param(master.view(-1), self.param_fragment(fragment))
+
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """As in stages 1 and 2."""
+        with self.writing():  # in fp32 the master is the shard
+            super().write(index, values)
 
     def _write_param(self, index: int, values: torch.Tensor) -> None:
         # The cast values, which the master follows; then come the bits that the cast has lost.
@@ -272,16 +299,13 @@ class PartitionedParamGroup(ParamGroup):
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def cast_masters(self) -> None:
-        """6: cast the masters into the shard, but for those that the CPU has stepped on. Nothing is sent."""
-        for bucket in self.buckets:
-            # Where the CPU steps, its kernel has written the cast parameters, and ``arrived`` has counted them.
-            if not self.placement.steps_on_host(bucket.layout):
-                masters = self.separate_masters(bucket.layout.shard_offset, bucket.layout.shard_numel)
-                if masters is not None:
-                    bucket.shard.copy_(masters)
-                # In fp32 the optimizer has written the shard itself. Either way graphs of older values end here.
-                bucket.generation += 1
+    def cast_masters(self, bucket: PartitionedBucket) -> None:
+        """6: cast the masters of a bucket on which the device steps into its shard. Nothing is sent."""
+        masters = self.separate_masters(bucket.layout.shard_offset, bucket.layout.shard_numel)
+        if masters is not None:
+            bucket.shard.copy_(masters)
+        # In fp32 the optimizer has written the shard itself. Either way graphs of older values end here.
+        bucket.generation += 1
 
     def arrived(self, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
         """The CPU has stepped on a bucket, and what it wrote is here (None), or is when ``wait_upload`` returns."""
@@ -299,6 +323,20 @@ class PartitionedParamGroup(ParamGroup):
             bucket.params = []  # they have values of their own now
             bucket.release(discard=True)
             bucket.gather.secondary_shard = None
+
+
+def is_frozen(bucket: PartitionedBucket) -> bool:
+    """Whether no optimizer step changes its values."""
+    return bucket.owner is not None and bucket.owner.optimizer_group is None
+
+
+def may_go_ahead(bucket: PartitionedBucket) -> bool:
+    """Whether a bucket may be fetched under the step before the one that uses it.
+
+    Not with qwZ, whose meter may let it travel in another way from the next step on; nor with MiCS, which first renews
+    what it gathers from; nor from host memory, into which the CPU still writes.
+    """
+    return not (bucket.gather.quantizes or bucket.gather.mics or bucket.gather.source.on_host)
 
 
 # ---- 1 to 6 ----------------------------------------------------------------------------------------------------------
@@ -337,6 +375,12 @@ class ZeroStage3:
                 self._on_upload[number] = partial(self.persistent.arrived, persistent.index(group))
         gradients.on_launched = self._launched
         self._last_micro_batch = False
+        # With ``zero.overlap_param_gather``: tells the optimizer what to step on first, see :meth:`overlap_fetches`.
+        self._step_in_turns: Callable[..., None] | None = None
+        # Keys: what is fetched under the step, in this order; of that, what is still to come; what has its new values.
+        self._first: list[int] = []
+        self._to_fetch: list[int] = []
+        self._updated: set[int] = set()
         # 1 fetch, 2 release: the hooks call the coordinator.
         self.hooks = ModuleHooks(model, self.coordinator, self._leaf_done)
         gradients.leaf_params, self.unwinding = self.hooks.leaf_params, self.hooks.unwinding
@@ -386,7 +430,17 @@ class ZeroStage3:
 
     def end_passes(self) -> None:
         """4: release everything, as this step makes it old. It is released also when a write to it raises."""
+        self._updated.clear()
         self.coordinator.end_step()
+        if self._step_in_turns is not None:
+            first = [bucket.key for bucket in itertools.takewhile(may_go_ahead, self.coordinator.first_fetches())]
+            if first != self._first:
+                by_key = {self._key_of.get((g, bucket.index)): (g, bucket) for g, bucket in self.gradients.order}
+                turn = [by_key[key] for key in first if key in by_key]  # others are frozen
+                others = [ref for ref in self.gradients.order if self._key_of.get((ref[0], ref[1].index)) not in first]
+                self._step_in_turns([turn, others], self._stepped)
+            self._first = first
+            self._to_fetch = first.copy()
 
     def reduce_gradients(self) -> None:
         """4, after :meth:`end_passes`: flush and wait."""
@@ -400,6 +454,28 @@ class ZeroStage3:
         Persistent parameters go to the other ranks while the CPU steps on the next bucket.
         """
         self._on_upload[group](bucket, wait_upload)
+        self._fetch_ahead(self._key_of.get((group, bucket.index)))
+
+    # ---- 5 step, with ``zero.overlap_param_gather``: 1 fetch -------------------------------------------------------
+
+    def overlap_fetches(self, step_in_turns: Callable[..., None]) -> None:
+        """Let what the next forward pass needs first be stepped on first, and be fetched while the rest steps."""
+        self._step_in_turns = step_in_turns
+
+    def _stepped(self, group: int, bucket: Bucket) -> None:
+        key = self._key_of.get((group, bucket.index))
+        if key in self._to_fetch:
+            cut = self.coordinator.buckets[key]
+            cut.owner.cast_masters(cut)
+            self._fetch_ahead(key)
+
+    def _fetch_ahead(self, key: int | None) -> None:
+        """A bucket's shard is new. Launch, in their order, the fetches whose shards are."""
+        if key is not None:
+            self._updated.add(key)
+        buckets = self.coordinator.buckets
+        while self._to_fetch and (self._to_fetch[0] in self._updated or is_frozen(buckets[self._to_fetch[0]])):
+            self.coordinator.fetch_ahead(buckets[self._to_fetch.pop(0)])
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
@@ -409,7 +485,13 @@ class ZeroStage3:
         # secondary shards are renewed.
         self.persistent.all_gather_dp_groups()
         for group in self.partitioned:
-            group.cast_masters()
+            for bucket in group.buckets:
+                # Where the CPU steps, its kernel has written the cast parameters, and ``arrived`` has counted them.
+                if not group.placement.steps_on_host(bucket.layout) and bucket.key not in self._updated:
+                    group.cast_masters(bucket)
+        self.coordinator.note_sent()
+        self._to_fetch = []
+        self._updated.clear()
         send_to_replicas([bucket for group in self.partitioned for bucket in group.buckets])
         self.persistent.wait_all_gathers()
 
@@ -448,6 +530,8 @@ class ZeroStage3:
 
     def before_writes(self) -> None:
         """Release everything: a write to a partitioned parameter goes into every rank's shard."""
+        self._to_fetch = []
+        self._updated.clear()
         self.coordinator.release_all()
 
     def destroy(self) -> None:
