@@ -10,7 +10,7 @@ Sources: ``partition_parameters.py``, ``offload_config.py``, ``offload_states.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -140,12 +140,9 @@ def _assign(view: PartitionView, values: torch.Tensor) -> None:
             "leave the ranks with different values; write inside GatheredParameters(param, modifier_rank=0)"
         )
     values, (bucket, _) = values.reshape(view.shape), param._zero.placed()
-    if bucket.owner is not None and bucket.owner.before_write is not None:
-        bucket.owner.before_write()
-    plain.copy_(values)
+    with bucket.owner.writing(param) if bucket.owner is not None else nullcontext():
+        plain.copy_(values)
     bucket.generation += 1
-    if bucket.owner is not None:
-        bucket.owner.accept_write(bucket, param)
 
 
 class PartitionView(torch.Tensor):

@@ -245,11 +245,9 @@ class PartitionedBucket:
     @torch.no_grad()
     def write(self, param: ZeroParameter, values: torch.Tensor) -> None:
         """New values for one parameter, 1-D and whole, the same on every rank: this rank keeps its fragment."""
-        if self.owner is not None and self.owner.before_write is not None:
-            self.owner.before_write()
-        # ``before_write`` has waited for fetches that read a shard in host memory.
+        # The owner has waited for fetches that read a shard in host memory; afterwards its masters follow.
         start, stop, first = self.range_of(param._zero.placed()[1])
-        with self.owner.writing() if self.owner is not None else nullcontext():
+        with self.owner.writing(param) if self.owner is not None else nullcontext():
             self.shard[first : first + stop - start].copy_(values[start:stop])
         self.generation += 1
         # What is gathered, or on its way, follows: in place, after the all-gather, which would overwrite it.
@@ -260,5 +258,3 @@ class PartitionedBucket:
             if values.data_ptr() != shown.data_ptr():
                 shown.copy_(values.view(shown.shape))
             self.writes.snapshot_samples()
-        if self.owner is not None:
-            self.owner.accept_write(self, param)

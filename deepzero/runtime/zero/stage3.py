@@ -243,7 +243,7 @@ class PartitionedParamGroup(ParamGroup):
     # ---- writes by the program ---------------------------------------------------------------------------------------
 
     def check_as_sent(self) -> None:
-        """Raise a :class:`PartitionedUseError` if the shard was written behind a fetch that was launched by the step."""
+        """Raise a :class:`PartitionedUseError` if the shard was written behind a fetch of the step's."""
         if self.sent_version not in (None, self.shard_on_device._version):
             raise PartitionedUseError(
                 f"a shard was written between two steps (by ds_tensor, or in fp32 by an optimizer's tensor) when "
@@ -253,20 +253,19 @@ class PartitionedParamGroup(ParamGroup):
             )
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Around a write to the shard that what is gathered will follow."""
+    @torch.no_grad()
+    def writing(self, param: ZeroParameter | None = None) -> Iterator[None]:
+        """Around a write to the shard: what is gathered will follow it, and the master of ``param`` does at the end."""
+        if param is not None and self.before_write is not None:
+            self.before_write()
         self.check_as_sent()
         yield
-        if self.sent_version is not None:
-            self.sent_version = self.shard_on_device._version
-
-    @torch.no_grad()
-    def accept_write(self, bucket: PartitionedBucket, param: ZeroParameter) -> None:
-        """The shard has new values of ``param``: its master follows."""
-        mine = self.fragment_of(param._zero.placed()[1].index)
+        mine = self.fragment_of(param._zero.placed()[1].index) if param is not None else None
         if mine is not None:
             fragment, master = mine
             update_master_from_param(master.view(-1), self.param_fragment(fragment))
+        if self.sent_version is not None:
+            self.sent_version = self.shard_on_device._version
 
     def write(self, index: int, values: torch.Tensor) -> None:
         """As in stages 1 and 2."""
@@ -456,17 +455,16 @@ class ZeroStage3:
         self._on_upload[group](bucket, wait_upload)
         self._fetch_ahead(self._key_of.get((group, bucket.index)))
 
-    # ---- 5 step, with ``zero.overlap_param_gather``: 1 fetch -------------------------------------------------------
+    # ---- 5 step, with ``zero.overlap_param_gather``: 1 fetch ---------------------------------------------------------
 
     def overlap_fetches(self, step_in_turns: Callable[..., None]) -> None:
         """Let what the next forward pass needs first be stepped on first, and be fetched while the rest steps."""
         self._step_in_turns = step_in_turns
 
     def _stepped(self, group: int, bucket: Bucket) -> None:
-        key = self._key_of.get((group, bucket.index))
-        if key in self._to_fetch:
-            cut = self.coordinator.buckets[key]
-            cut.owner.cast_masters(cut)
+        key, cut = self._key_of.get((group, bucket.index)), self.gradients.groups[group]
+        if key in self._to_fetch and isinstance(cut, PartitionedParamGroup):
+            cut.cast_masters(cut.buckets[bucket.index])
             self._fetch_ahead(key)
 
     def _fetch_ahead(self, key: int | None) -> None:
