@@ -106,7 +106,7 @@ class Ledger:
     observer: Callable[[str, str, str], None] | None = None
     _watched: dict[str, tuple[Callable[[], Iterable[torch.Tensor | None]], int]] = field(default_factory=dict)
     _most: dict[str, Callable[[], int]] = field(default_factory=dict)
-    _aside: bool = False
+    _aside: bool = False  # what is sent now is no part of a step; of the next one
     _ahead: bool = False
 
     # ---- traffic -----------------------------------------------------------------------------------------------------
@@ -128,11 +128,7 @@ class Ledger:
         This rank sends ``elements`` of bucket ``where``, ``padding`` of them padding, as ``sent_bytes`` on the wire, of
         which ``between_bytes`` leave its node. ``ranks`` and ``ring`` are :class:`Sent`'s, ``what`` is the event's.
         """
-        if self.trace:
-            sent = Sent(elements, sent_bytes, between_bytes, ranks, ring)
-            self.events.append(Event(what, kind, where, sent, self.clock()))
-        if self.observer is not None:
-            self.observer(what, kind, where)
+        self.note(what, kind, where, Sent(elements, sent_bytes, between_bytes, ranks, ring))
         of_step = self.next_step if self._ahead else self.traffic
         account = of_step if self.in_step(kind) else self.between_steps
         entry = account.setdefault(kind, Traffic())
@@ -142,30 +138,21 @@ class Ledger:
         """Whether what is sent now under this name is part of a step."""
         return not (self._aside or kind in self.untracked_kinds)
 
-    def note(self, what: str, kind: str = "", where: str = "") -> None:
+    def note(self, what: str, kind: str = "", where: str = "", sent: Sent | None = None) -> None:
         """Keep an event, while events are kept; tell it to the observer, when there is one."""
         if self.trace:
-            self.events.append(Event(what, kind, where, None, self.clock()))
+            self.events.append(Event(what, kind, where, sent, self.clock()))
         if self.observer is not None:
             self.observer(what, kind, where)
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is sent meanwhile is no part of a step, whatever its kind: a checkpoint is loaded."""
-        self._aside = True
+    def aside(self, next_step: bool = False) -> Iterator[None]:
+        """What is sent meanwhile is no part of a step, whatever its kind (a checkpoint is loaded), or of the next."""
+        self._aside, self._ahead = not next_step, next_step
         try:
             yield
         finally:
-            self._aside = False
-
-    @contextlib.contextmanager
-    def ahead(self) -> Iterator[None]:
-        """What is sent meanwhile is part of the next step."""
-        self._ahead = True
-        try:
-            yield
-        finally:
-            self._ahead = False
+            self._aside = self._ahead = False
 
     def close_setup(self) -> None:
         """What was counted so far belongs to the setup, not to the first step."""

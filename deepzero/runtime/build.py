@@ -190,11 +190,6 @@ def build_zero(
         overlap = zero.overlap_comm and zero.stage > 0
         gradients = GradientReducer(shard, order, unreduced, reducer, every_pass, overlap)
         stage = _build_stage(model, gradients, stored, coordinator, zero)
-        if isinstance(stage, OverlappedZeroStage1And2):
-            # The forward pass uses first what the backward pass reaches last.
-            shard.step_in_turns([[ref] for ref in order[::-1]], stage.publish_bucket)
-        elif isinstance(stage, ZeroStage3) and zero.overlap_param_gather and comm.world_size > 1:
-            stage.overlap_fetches(shard.step_in_turns)
         if offload is not None and offload.shard is not None:
             # The CPU steps bucket by bucket; the parameters of one are published while it steps on the next.
             offload.shard.on_uploaded = stage.arrived
@@ -369,9 +364,10 @@ def _build_stage(
     model: nn.Module, gradients: GradientReducer, groups: Sequence[ParamGroup],
     coordinator: PartitionedParameterCoordinator | None, zero: ZeroConfig,
 ) -> ZeroStage1And2 | ZeroStage3:  # fmt: skip
+    overlap = zero.overlap_param_gather and gradients.reducer.comm.world_size > 1
     if coordinator is not None:
-        return ZeroStage3(model, gradients, groups, coordinator)
-    if zero.overlap_param_gather and gradients.reducer.comm.world_size > 1:
+        return ZeroStage3(model, gradients, groups, coordinator, overlap)
+    if overlap:
         return OverlappedZeroStage1And2(model, groups, gradients)
     return ZeroStage1And2(groups, gradients, gradients.reducer.comm)
 

@@ -178,8 +178,7 @@ def wait_before_forward(module: nn.Module, _: Any) -> None:
 class OverlappedZeroStage1And2(ZeroStage1And2):
     """Stages 1 and 2, whose buckets are published as they are stepped on, and waited for when they are used.
 
-    Arguments are :class:`ZeroStage1And2`'s, and the model, whose modules get a hook. ``step_in_turns`` of the
-    optimizer's shard calls :meth:`publish_bucket`.
+    Arguments are :class:`ZeroStage1And2`'s, and the model, whose modules get a hook.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[ParamGroup], gradients: GradientReducer) -> None:
@@ -201,6 +200,8 @@ class OverlappedZeroStage1And2(ZeroStage1And2):
             group.before_write = partial(self._wait_before_write, group.before_write)
         # Last: what refers to the flat buffers now is this engine's.
         self._holders, self._exposed = [holders(flat) for flat in self.bit16_groups_flat], set[int]()
+        # The forward pass uses first what the backward pass reaches last.
+        gradients.shard.step_in_turns([[ref] for ref in gradients.order[::-1]], self.publish_bucket)
 
     def _hide(self, group: ParamGroup, bucket: Bucket) -> list[Hidden]:
         """What is needed to hide a bucket's parameters, and to show them again."""

@@ -309,7 +309,7 @@ class PartitionedParameterCoordinator:
         The bytes are counted in the next step, whose first use waits for them.
         """
         self.comm.ledger.note("fetch", "ahead of the next step", f"bucket {bucket.key}")
-        with self.comm.ranges.span("fetch", bucket.key, "the step", "ahead"), self.comm.ledger.ahead():
+        with self.comm.ranges.span("fetch", bucket.key, "the step", "ahead"), self.comm.ledger.aside(next_step=True):
             bucket.launch(FORWARD, exact=False)
         self.inflight.add(bucket)
         self._count_live(bucket.key, "the step")

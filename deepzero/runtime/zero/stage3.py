@@ -300,15 +300,11 @@ class PartitionedParamGroup(ParamGroup):
     @torch.no_grad()
     def cast_masters(self, bucket: PartitionedBucket) -> None:
         """6: cast the masters of a bucket on which the device steps into its shard. Nothing is sent."""
-        masters = self.separate_masters(bucket.layout.shard_offset, bucket.layout.shard_numel)
+        masters = self.separate_masters(*self.part_of(bucket.layout))
         if masters is not None:
             bucket.shard.copy_(masters)
         # In fp32 the optimizer has written the shard itself. Either way graphs of older values end here.
         bucket.generation += 1
-
-    def arrived(self, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
-        """The CPU has stepped on a bucket, and what it wrote is here (None), or is when ``wait_upload`` returns."""
-        self.buckets[bucket.index].mark_updated(wait_upload)
 
     @torch.no_grad()
     def release(self) -> None:
@@ -322,11 +318,6 @@ class PartitionedParamGroup(ParamGroup):
             bucket.params = []  # they have values of their own now
             bucket.release(discard=True)
             bucket.gather.secondary_shard = None
-
-
-def is_frozen(bucket: PartitionedBucket) -> bool:
-    """Whether no optimizer step changes its values."""
-    return bucket.owner is not None and bucket.owner.optimizer_group is None
 
 
 def may_go_ahead(bucket: PartitionedBucket) -> bool:
@@ -344,7 +335,8 @@ def may_go_ahead(bucket: PartitionedBucket) -> bool:
 class ZeroStage3:
     """Partitioned parameters, gradients and optimizer states.
 
-    ``model`` gets the hooks; ``gradients`` are those of all trainable parameters, partitioned or persistent.
+    ``model`` gets the hooks; ``gradients`` are those of all trainable parameters, partitioned or persistent. With
+    ``overlap`` what the next forward pass uses first is stepped on first, and fetched under the rest of the step.
     """
 
     def __init__(
@@ -353,6 +345,7 @@ class ZeroStage3:
         gradients: GradientReducer,
         groups: Sequence[ParamGroup],
         coordinator: PartitionedParameterCoordinator,
+        overlap: bool = False,
     ) -> None:
         self._model, self.gradients, self.comm, self.coordinator = model, gradients, gradients.reducer.comm, coordinator
         partitioned = [group for group in groups if isinstance(group, PartitionedParamGroup)]
@@ -363,23 +356,12 @@ class ZeroStage3:
         # in one order.
         self.persistent = ZeroStage1And2(persistent, gradients, self.comm)
         self._mark_persistent()
-        # By the group's number: who takes a bucket on which the CPU has stepped. And the keys of partitioned buckets.
-        self._on_upload: dict[int, Callable[[Bucket, Callable[[], None] | None], None]] = {}
-        self._key_of: dict[tuple[int, int], int] = {}
-        for number, group in enumerate(gradients.groups):
-            if isinstance(group, PartitionedParamGroup):
-                self._on_upload[number] = group.arrived
-                self._key_of |= {(number, bucket.layout.index): bucket.key for bucket in group.buckets}
-            else:
-                self._on_upload[number] = partial(self.persistent.arrived, persistent.index(group))
         gradients.on_launched = self._launched
         self._last_micro_batch = False
-        # With ``zero.overlap_param_gather``: tells the optimizer what to step on first, see :meth:`overlap_fetches`.
-        self._step_in_turns: Callable[..., None] | None = None
-        # Keys: what is fetched under the step, in this order; of that, what is still to come; what has its new values.
-        self._first: list[int] = []
-        self._to_fetch: list[int] = []
-        self._updated: set[int] = set()
+        # Fetched under the step, in this order; what of it is still to come; what has the new values before it is over.
+        self._overlap, self._first = overlap, list[PartitionedBucket]()
+        self._to_fetch: list[PartitionedBucket] = []
+        self._updated: set[PartitionedBucket] = set()
         # 1 fetch, 2 release: the hooks call the coordinator.
         self.hooks = ModuleHooks(model, self.coordinator, self._leaf_done)
         gradients.leaf_params, self.unwinding = self.hooks.leaf_params, self.hooks.unwinding
@@ -405,11 +387,15 @@ class ZeroStage3:
             self.comm.trail.position = f"backward, gradient of {param._zero.name}"
         self.gradients.reduce_ready_gradient(param, last_micro_batch)
 
+    def _partitioned(self, group: int, bucket: Bucket) -> PartitionedBucket | None:
+        """The bucket of ``gradients.groups[group]`` with its tensors; None: its parameters are persistent."""
+        found = self.gradients.groups[group]
+        return found.buckets[bucket.index] if isinstance(found, PartitionedParamGroup) else None
+
     def _launched(self, group: int, bucket: Bucket) -> None:
         # This bucket's gradients are complete: from here on the plan may release it. Until then it stays gathered.
-        key = self._key_of.get((group, bucket.index))
-        if key is not None:
-            self.coordinator.training.completed(key)
+        if (partitioned := self._partitioned(group, bucket)) is not None:
+            self.coordinator.training.completed(partitioned.key)
 
     def _leaf_done(self, params: Sequence[nn.Parameter]) -> None:
         # A leaf module's backward pass is over: experts without tokens get no gradient any more.
@@ -429,17 +415,15 @@ class ZeroStage3:
 
     def end_passes(self) -> None:
         """4: release everything, as this step makes it old. It is released also when a write to it raises."""
-        self._updated.clear()
         self.coordinator.end_step()
-        if self._step_in_turns is not None:
-            first = [bucket.key for bucket in itertools.takewhile(may_go_ahead, self.coordinator.first_fetches())]
-            if first != self._first:
-                by_key = {self._key_of.get((g, bucket.index)): (g, bucket) for g, bucket in self.gradients.order}
-                turn = [by_key[key] for key in first if key in by_key]  # others are frozen
-                others = [ref for ref in self.gradients.order if self._key_of.get((ref[0], ref[1].index)) not in first]
-                self._step_in_turns([turn, others], self._stepped)
-            self._first = first
-            self._to_fetch = first.copy()
+        first = list(itertools.takewhile(may_go_ahead, self.coordinator.first_fetches() if self._overlap else ()))
+        if first != self._first:  # the plan is new
+            order = self.gradients.order[::-1]  # about that of use
+            turns = [[ref for ref in order if (self._partitioned(*ref) in first) is now] for now in (True, False)]
+            self.gradients.shard.step_in_turns(turns, self._stepped)
+        self._first, self._to_fetch = first, first.copy()
+        # Frozen parameters are always what they were.
+        self._updated = {bucket for bucket in first if bucket.owner in self.frozen}
 
     def reduce_gradients(self) -> None:
         """4, after :meth:`end_passes`: flush and wait."""
@@ -452,28 +436,24 @@ class ZeroStage3:
 
         Persistent parameters go to the other ranks while the CPU steps on the next bucket.
         """
-        self._on_upload[group](bucket, wait_upload)
-        self._fetch_ahead(self._key_of.get((group, bucket.index)))
-
-    # ---- 5 step, with ``zero.overlap_param_gather``: 1 fetch ---------------------------------------------------------
-
-    def overlap_fetches(self, step_in_turns: Callable[..., None]) -> None:
-        """Let what the next forward pass needs first be stepped on first, and be fetched while the rest steps."""
-        self._step_in_turns = step_in_turns
+        partitioned, persistent = self._partitioned(group, bucket), self.persistent
+        if partitioned is None:
+            persistent.arrived(persistent.groups.index(self.gradients.groups[group]), bucket, wait_upload)
+        else:
+            partitioned.mark_updated(wait_upload)
+            self._fetch_ahead(partitioned)
 
     def _stepped(self, group: int, bucket: Bucket) -> None:
-        key, cut = self._key_of.get((group, bucket.index)), self.gradients.groups[group]
-        if key in self._to_fetch and isinstance(cut, PartitionedParamGroup):
-            cut.cast_masters(cut.buckets[bucket.index])
-            self._fetch_ahead(key)
+        partitioned = self._partitioned(group, bucket)
+        if partitioned is not None and partitioned.owner is not None and partitioned in self._first:
+            partitioned.owner.cast_masters(partitioned)
+            self._fetch_ahead(partitioned)
 
-    def _fetch_ahead(self, key: int | None) -> None:
-        """A bucket's shard is new. Launch, in their order, the fetches whose shards are."""
-        if key is not None:
-            self._updated.add(key)
-        buckets = self.coordinator.buckets
-        while self._to_fetch and (self._to_fetch[0] in self._updated or is_frozen(buckets[self._to_fetch[0]])):
-            self.coordinator.fetch_ahead(buckets[self._to_fetch.pop(0)])
+    def _fetch_ahead(self, updated: PartitionedBucket) -> None:
+        """1 fetch, with ``overlap_param_gather``: launch, in their order, the fetches whose shards are new."""
+        self._updated.add(updated)
+        while self._to_fetch and self._to_fetch[0] in self._updated:
+            self.coordinator.fetch_ahead(self._to_fetch.pop(0))
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
@@ -485,11 +465,10 @@ class ZeroStage3:
         for group in self.partitioned:
             for bucket in group.buckets:
                 # Where the CPU steps, its kernel has written the cast parameters, and ``arrived`` has counted them.
-                if not group.placement.steps_on_host(bucket.layout) and bucket.key not in self._updated:
+                if not group.placement.steps_on_host(bucket.layout) and bucket not in self._updated:
                     group.cast_masters(bucket)
+        self._to_fetch, self._updated = [], set()
         self.coordinator.note_sent()
-        self._to_fetch = []
-        self._updated.clear()
         send_to_replicas([bucket for group in self.partitioned for bucket in group.buckets])
         self.persistent.wait_all_gathers()
 
@@ -528,8 +507,7 @@ class ZeroStage3:
 
     def before_writes(self) -> None:
         """Release everything: a write to a partitioned parameter goes into every rank's shard."""
-        self._to_fetch = []
-        self._updated.clear()
+        self._to_fetch, self._updated = [], set()
         self.coordinator.release_all()
 
     def destroy(self) -> None:
