@@ -213,7 +213,7 @@ class Checkpointer:
         if (offload := self.engine.zero.offload) is not None and optimizer and not module_only:
             offload.states_replaced()
         there = [decode(group.get("lr"), {}) for group in reader.manifest.optimizer.get("groups", ())]
-        here = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
+        here = [None if (lr := group.get("lr")) is None else float(lr) for group in self.engine.optimizer.param_groups]
         if optimizer and there != here and self.engine.comm.rank == 0:
             # A schedule with other settings goes on at its own rates: wanted, perhaps, and said.
             log.warning(

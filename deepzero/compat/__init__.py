@@ -85,7 +85,7 @@ class StandInModule(types.ModuleType):
                 return names[name] if names[name] != name else name.lower()
             if name in names and home.startswith("!"):
                 return refused_class(name, home[1:])
-            if name in names or ("*" in names and not name.startswith("_")):
+            if name in names or ("*" in names and not name.startswith("__")):
                 found = getattr(importlib.import_module(home), names.get(name, name), _NOTHING)
                 # Behind a star a module is what the home itself has imported, or lies in its folder.
                 if found is not _NOTHING and (name in names or not _is_module(found)):

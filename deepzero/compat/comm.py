@@ -19,9 +19,9 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
-from deepzero.comm import collectives, flight_recorder, process_group
+from deepzero.comm import _DEEPSPEEDS, collectives, flight_recorder, process_group
 from deepzero.comm.rendezvous import LOOPBACK, behind_closed_doors
-from deepzero.compat.names import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
+from deepzero.compat.utilities import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from deepzero.config.deepspeed_json import read_mapping
 from deepzero.runtime.zero.overlap_param_gather import wait_for_all
 from deepzero.utils.errors import ConfigError
@@ -29,12 +29,7 @@ from deepzero.utils.errors import ConfigError
 is_initialized = process_group.is_initialized
 get_local_rank = process_group.local_rank
 
-_SAME = (
-    "P2POp ProcessGroup ReduceOp all_gather all_reduce all_to_all all_to_all_single barrier batch_isend_irecv "
-    "broadcast gather get_global_rank get_rank get_world_size irecv is_available isend monitored_barrier recv reduce "
-    "reduce_scatter scatter send"
-)
-"""What torch has under the same name."""
+NAMES = {*_DEEPSPEEDS.split(), "reduce_scatter"}  # the one is a module there
 _RENAMED = {
     "all_gather_into_tensor": collectives.ALL_GATHER,
     "allgather_fn": collectives.ALL_GATHER,
@@ -185,7 +180,7 @@ def broadcast_object_list(
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED or name in _SAME.split():
+    if name in NAMES and hasattr(dist, _RENAMED.get(name, name)):
         here = getattr(dist, _RENAMED.get(name, name))
         # torch knows isend and irecv by themselves in a P2POp.
         return here if isinstance(here, type) or name in ("isend", "irecv") else _with_deepspeeds_keywords(here)
@@ -195,7 +190,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_RENAMED, *_SAME.split()})
+    return sorted({*globals(), *NAMES})
 
 
 def _with_deepspeeds_keywords(call: Callable[..., Any]) -> Callable[..., Any]:

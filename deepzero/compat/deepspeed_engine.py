@@ -114,12 +114,10 @@ class DeepSpeedEngine(EngineGetters):
             save_latest: let the file ``latest`` name it, which is what is loaded without a tag.
             exclude_frozen_parameters: leave out parameters that are not trained.
             asynchronous: return after a copy was taken in memory, and write in the background. The next save, the end
-                of the program and :meth:`wait_for_checkpoint` wait for the end of this one.
+                of the program and :meth:`wait_for_checkpoint` wait for it, and raise what it failed with.
             keep_last: remove older checkpoints whose tags differ from ``tag`` by digits only, but for the newest.
 
-        Raises:
-            CheckpointError: on every rank. What was saved before is untouched. An asynchronous save's failure is raised
-                by the next call that waits for it.
+        Raises a CheckpointError on every rank; what was saved before is untouched.
 
         Source: ``save_checkpoint`` in ``runtime/engine.py`` of [DeepSpeed].
         """
@@ -151,8 +149,7 @@ class DeepSpeedEngine(EngineGetters):
             exclude_frozen_parameters: leave out parameters that are not trained.
             max_shard_size: a larger model is divided among several files and an index.
 
-        Raises:
-            CheckpointError: on every rank; what was there before is untouched.
+        Raises a CheckpointError on every rank; what was there before is untouched.
 
         Source: ``save_16bit_model`` in ``runtime/engine.py`` of [DeepSpeed], which writes ``pytorch_model.bin``.
         """
@@ -387,10 +384,8 @@ class DeepSpeedEngine(EngineGetters):
             non_blocking: return while copies are under way, which the device does before what is issued afterwards. The
                 memory is then this process's; without, it is given back to the system.
 
-        Raises:
-            ValueError: an unknown name or device.
-            HostMemoryError: a host has not enough memory; on every rank, and nothing has been moved.
-            RuntimeError: inside a backward pass or ``GatheredParameters``, after one broke off, after ``destroy``.
+        Raises a ValueError for an unknown name or device, a HostMemoryError on every rank where a host has not enough
+        (nothing is moved), a RuntimeError inside a backward pass or ``GatheredParameters`` and after ``destroy``.
         """
         self.offloader.offload(include, device, pin_memory, non_blocking)
 
@@ -426,13 +421,7 @@ class DeepSpeedEngine(EngineGetters):
 
     # ---- the whole run -----------------------------------------------------------------------------------------------
 
-    def params_sha256(self) -> str:
-        """SHA-256 of the full parameters' bytes in the compute dtype, in name order. A collective."""
-        return params_sha256(self.module)
-
-    def report(self) -> dict[str, Any]:
-        """The ledger of all ranks, predicted beside measured. A collective; see ``diagnostics.gather_report``."""
-        return gather_report(self.ledger, self.device, self.bytes_at_build)
+    report, params_sha256 = gather_report, params_sha256
 
     # ---- ranks -------------------------------------------------------------------------------------------------------
 
@@ -440,9 +429,7 @@ class DeepSpeedEngine(EngineGetters):
         """Mean over ranks, in rank order, of a 1-D tensor of doubles. A collective."""
         return process_group.gather_and_sum(values.detach().double().cpu(), self.device) / self.world_size
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        process_group.barrier()
+    barrier = staticmethod(process_group.barrier)
 
     def request_stop(self) -> None:
         """Ask for an orderly end; from any thread of any rank. After the next step ``engine.stopping`` is True on all.

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from deepzero.checkpoint.manifest import shard_name
 from deepzero.comm import process_group
 from deepzero.comm.flight_recorder import world_group
-from deepzero.runtime import invariance
 from deepzero.runtime.diagnostics import gradient_norms
 from deepzero.runtime.engine import Engine
+from deepzero.runtime.invariance import describe_bits, seed_micro_batch
 
 _SAME = "zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"
 _ZERO = "reduce_scatter overlap_comm sub_group_size reduce_bucket_size allgather_bucket_size"
@@ -39,34 +39,29 @@ PLACES: dict[str, str] = {
 """Method → where its answer stands in the engine."""
 
 ANSWERS: dict[str, Callable[[Any], Any]] = {
-    "zero_optimization": lambda config: config.zero.stage > 0,
-    "zero_optimization_partition_gradients": lambda config: config.zero.stage >= 2,
-    "zero_optimization_partition_weights": lambda config: config.zero.stage == 3,
-    "zero_cpu_offload": lambda config: config.zero.offload_optimizer.device == "cpu",
-    "zero_nvme_offload_optimizer": lambda config: config.zero.offload_optimizer.device == "nvme",
-    "zero_use_cpu_optimizer": lambda config: config.zero.offload_optimizer.device != "none",
-    "zero_offload_optimizer": lambda config: _used(config.zero.offload_optimizer),
-    "zero_offload_param": lambda config: _used(config.zero.offload_param),
-    "fp16_enabled": lambda config: config.precision.dtype == "fp16",
-    "bfloat16_enabled": lambda config: config.precision.dtype == "bf16",
-    "initial_dynamic_scale": lambda config: 2**config.precision.initial_scale_power,
-    "dynamic_loss_scale": lambda config: config.precision.dtype == "fp16" and not config.precision.loss_scale,
-    "optimizer_name": lambda config: config.optimizer.target.lower() if config.optimizer else None,
-    "optimizer_params": lambda config: dict(config.optimizer.params) if config.optimizer else None,
-    "scheduler_name": lambda config: config.scheduler.type if config.scheduler else None,
-    "scheduler_params": lambda config: dict(config.scheduler.params) if config.scheduler else None,
-}
-"""Method → its answer, worked out of the :class:`~deepzero.config.engine.EngineConfig`."""
-
-OF_THE_STEP: dict[str, Callable[[Any], Any]] = {
+    "zero_optimization": lambda its: its.config.zero.stage > 0,
+    "zero_optimization_partition_gradients": lambda its: its.config.zero.stage >= 2,
+    "zero_optimization_partition_weights": lambda its: its.config.zero.stage == 3,
+    "zero_cpu_offload": lambda its: its.config.zero.offload_optimizer.device == "cpu",
+    "zero_nvme_offload_optimizer": lambda its: its.config.zero.offload_optimizer.device == "nvme",
+    "zero_use_cpu_optimizer": lambda its: its.config.zero.offload_optimizer.device != "none",
+    "zero_offload_optimizer": lambda its: _used(its.config.zero.offload_optimizer),
+    "zero_offload_param": lambda its: _used(its.config.zero.offload_param),
+    "fp16_enabled": lambda its: its.config.precision.dtype == "fp16",
+    "bfloat16_enabled": lambda its: its.config.precision.dtype == "bf16",
+    "initial_dynamic_scale": lambda its: 2**its.config.precision.initial_scale_power,
+    "dynamic_loss_scale": lambda its: its.config.precision.dtype == "fp16" and not its.config.precision.loss_scale,
+    "optimizer_name": lambda its: its.config.optimizer.target.lower() if its.config.optimizer else None,
+    "optimizer_params": lambda its: dict(its.config.optimizer.params) if its.config.optimizer else None,
+    "scheduler_name": lambda its: its.config.scheduler.type if its.config.scheduler else None,
+    "scheduler_params": lambda its: dict(its.config.scheduler.params) if its.config.scheduler else None,
+    # Sizes of a step and of a micro-batch, micro-batches; the norm before clipping, ``inf`` when a step was skipped.
     "get_batch_info": lambda its: (its.batch.global_batch, its.batch.micro_batch, its.batch.accumulation),
     "get_global_grad_norm": lambda its: its.last_step.grad_norm if its.last_step is not None else None,
-    "get_lr": lambda its: [group["lr"] for group in its.optimizer.param_groups],
+    "get_lr": lambda its: [group.get("lr", 0.0) for group in its.optimizer.param_groups],
     "get_mom": lambda its: [group.get("betas", group.get("momentum", 0.0)) for group in its.optimizer.param_groups],
 }
-"""Method → its answer, worked out of the engine: sizes (of a step, of a micro-batch, micro-batches), the last step's
-gradient norm before clipping (``inf`` when it was skipped), rates and momenta of the param groups."""
-
+"""Method → its answer, worked out of the engine."""
 ALWAYS: list[tuple[Any, str]] = [
     (True, "postscale_gradients managed_gradient_accumulation checkpoint_tag_validation_enabled "
            "checkpoint_tag_validation_fail zero_contiguous_gradients "
@@ -143,21 +138,7 @@ class EngineGetters(Engine):
 
     _get_optimizer_ckpt_name = _file_of_states
 
-    # ---- bits --------------------------------------------------------------------------------------------------------
-
-    def describe_bits(self) -> str:
-        """One line: whether the run's bits depend on the number of ranks, and why. See ``runtime/invariance.py``."""
-        reasons = invariance.dependences(self.config, self.module, self.device)
-        return invariance.describe(reasons, self.batch, self.device)
-
-    def seed_micro_batch(self, seed: int) -> None:
-        """Seed Python's, numpy's and torch's generators for the micro-batch that comes next, whichever rank makes it.
-
-        Called before its forward pass it makes dropout a function of ``seed``, step and micro-batch: the same on any
-        number of ranks, and after a resume.
-        """
-        number = self.micro_steps % self.batch.accumulation * self.world_size + self.global_rank
-        invariance.seed_generators(self.device, seed, self.global_steps, number)
+    describe_bits, seed_micro_batch, gradient_norms = describe_bits, seed_micro_batch, gradient_norms
 
     # ---- offload -----------------------------------------------------------------------------------------------------
 
@@ -199,19 +180,6 @@ class EngineGetters(Engine):
         overlap = self.comm.overlap.metrics()
         return {**overlap, **self.offload_metrics(), **(meter.metrics() if meter is not None else {})}
 
-    # ---- gradients ---------------------------------------------------------------------------------------------------
-
-    def gradient_norms(self) -> dict[str, float]:
-        """The last step's gradient norm, layer by layer, before clipping: ``gradients/LAYER``. A collective.
-
-        It is made of what the global norm was made of (``grad_norm.py``), so that no gradient is read again; one gather
-        brings 8 bytes a layer to every rank. Empty before the first step and after one that was skipped.
-        """
-        if self.last_step is None or self.last_step.skipped:
-            return {}
-        divisor = self.world_size * self.batch.accumulation * self.last_step.loss_scale
-        return gradient_norms(self.zero.groups, self.zero.stage.gradients.param_norm_sq(), divisor, self.device)
-
     def __getattr__(self, name: str) -> Any:
         """What the engine has not is the module's, as in DeepSpeed: ``engine.generate``."""
         if isinstance(getattr(type(self), name, None), property):
@@ -229,28 +197,19 @@ class EngineGetters(Engine):
         raise AttributeError(f"neither {type(self).__name__} nor its module has an attribute {name!r}")
 
 
-def _getter(name: str, answer: Callable[[Any], Any]) -> None:
+def _answered(name: str, answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def getter(self: EngineGetters) -> Any:
         return answer(self)
 
     getter.__name__, getter.__qualname__ = name, f"EngineGetters.{name}"
     getter.__doc__ = f"What the engine says of it. Source: ``{name}`` of [DeepSpeed]'s engine."
-    setattr(EngineGetters, name, getter)
-
-
-def _of_config(answer: Callable[[Any], Any], its: EngineGetters) -> Any:
-    return answer(its.config)
-
-
-def _same(value: Any, _: EngineGetters) -> Any:
-    return value
+    return getter
 
 
 GETTERS: dict[str, Callable[[Any], Any]] = {
     **{name: attrgetter(place) for name, place in PLACES.items()},
-    **{name: partial(_of_config, answer) for name, answer in ANSWERS.items()},
-    **OF_THE_STEP,
-    **{name: partial(_same, value) for value, names in ALWAYS for name in names.split()},
+    **ANSWERS,
+    **{name: partial(lambda value, _: value, value) for value, names in ALWAYS for name in names.split()},
 }
 for _name, _answer in GETTERS.items():
-    _getter(_name, _answer)
+    setattr(EngineGetters, _name, _answered(_name, _answer))

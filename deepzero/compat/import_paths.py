@@ -18,16 +18,17 @@ VERSION = "0.19.8"
 """The release of DeepSpeed that deepzero answers for."""
 
 _ADAM = "deepzero.ops.adam: *; !ZenFlow: ZenFlowCPUAdam ZenFlowSelectiveAdamW"
-_COMM = "deepzero.compat.comm: *; deepzero.compat.accelerator: get_accelerator; deepzero.compat.log: *"
+_LOG = "deepzero.compat.utilities: log_dist log_dist_once logger set_log_level_from_string warning_once"
+_COMM = f"deepzero.compat.comm: *; deepzero.compat.accelerator: get_accelerator; {_LOG}"
 _ESTIMATES = "!estimate by DeepSpeed's formula (tools/plan.py has its own): "
 _NAMES = "deepzero.compat.optimizer_names:"
 _INTERNALS = "!such step of its own: "
 _CONFIG = "deepzero.compat.config_models:"
 _VERSION = f"=: version={VERSION} git_hash=deepzero git_branch=deepzero"
 _LINES = {
-    "": "deepzero: DeepSpeedEngine initialize init_distributed add_config_arguments; "
+    "": "deepzero.compat.front: initialize; deepzero: DeepSpeedEngine init_distributed add_config_arguments; "
     f"{_VERSION} __version__={VERSION} __git_hash__=deepzero __git_branch__=deepzero; "
-    "deepzero.compat.names: * __version_major__ __version_minor__ __version_patch__; "
+    "deepzero.compat.utilities: HAS_TRITON __version_major__ __version_minor__ __version_patch__; "
     "deepspeed.utils: log_dist logger get_accelerator; deepspeed.comm: dist=comm; "
     "deepspeed.runtime.config: DeepSpeedConfig DeepSpeedConfigError; deepspeed.pipe: PipelineModule; "
     "deepzero.zero: OnDevice; "
@@ -47,8 +48,8 @@ _LINES = {
     "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing: *",
     "comm": _COMM,
     "comm.comm": _COMM,
-    "constants": "deepzero.compat.names: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
-    "git_version_info": f"{_VERSION}; deepzero.compat.names: torch_info",
+    "constants": "deepzero.compat.utilities: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
+    "git_version_info": f"{_VERSION}; deepzero.compat.utilities: torch_info",
     "launcher": "",
     "launcher.runner": "=: DEEPSPEED_ENVIRONMENT_NAME=.deepspeed_env; !launcher beside torchrun: main parse_args",
     "moe": "",
@@ -94,29 +95,29 @@ _LINES = {
     "ProcessTopology",
     "runtime.precision_config": f"{_CONFIG} DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config "
     "get_float16_config",
-    "runtime.swap_tensor": "deepzero.compat.names: MIN_SWAPPABLE_BYTES",
+    "runtime.swap_tensor": "deepzero.compat.utilities: MIN_SWAPPABLE_BYTES",
     "runtime.utils": "deepzero.compat.utilities: move_to_device see_memory_usage set_random_seed "
     f"required_torch_version; {_INTERNALS} CheckOverflow call_to_str clip_grad_norm_ get_global_norm get_weight_norm "
     "DummyOptim; !pipeline parallelism: partition_balanced partition_uniform PartitionedTensor",
-    "runtime.zero": "deepzero.zero: *",
+    "runtime.zero": "deepzero.compat.front: Init=RoundedInit MiCS_Init=RoundedInit; deepzero.zero: *",
     "runtime.zero.config": f"{_CONFIG} DeepSpeedZeroConfig ZeroStageEnum DeepSpeedZeroOffloadParamConfig "
     "DeepSpeedZeroOffloadOptimizerConfig",
     "runtime.zero.contiguous_memory_allocator": "!memory that can be defragmented: ContiguousMemoryAllocator",
     "runtime.zero.linear": f"{_INTERNALS} LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap",
-    "runtime.zero.mics": "deepzero.zero: MiCS_Init",
+    "runtime.zero.mics": "deepzero.compat.front: MiCS_Init=RoundedInit",
     "runtime.zero.offload_config": "deepzero.zero: OffloadDeviceEnum OffloadStateTypeEnum; "
     f"{_CONFIG} DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig",
     "runtime.zero.offload_states": "deepzero.zero: get_state_devices",
     "runtime.zero.parameter_offload": f"{_NAMES} DeepSpeedZeRoOffload=NoOptimizer; {_INTERNALS} ZeROOrderedDict",
-    "runtime.zero.partition_parameters": "deepzero.compat.saved_tensors: ZeroParamStatus; deepzero.zero: *; "
-    "torch: _orig_torch_arange=arange; "
-    "deepzero.compat.utilities: zero_wrapper_for_fp_tensor_constructor; deepzero.compat.accelerator: get_accelerator; "
+    "runtime.zero.partition_parameters": "deepzero.compat.front: Init=RoundedInit ZeroParamStatus; deepzero.zero: *; "
+    "torch: _orig_torch_arange=arange; deepzero.compat.accelerator: get_accelerator; "
+    "deepzero.compat.utilities: zero_wrapper_for_fp_tensor_constructor; "
     "deepspeed.runtime.zero.linear: zero3_linear_wrap; "
     f"{_INTERNALS} AllGatherCoalescedHandle AllGatherHandle InsertPostInitMethodToModuleSubClasses "
     "MultipleAllGatherHandles partitioned_param_data_shape",
     "runtime.zero.partitioned_param_coordinator": "deepzero.runtime.zero.partitioned_param_coordinator: "
     "PartitionedParameterCoordinator InflightParamRegistry",
-    "runtime.zero.stage3": f"{_NAMES} DeepSpeedZeroOptimizer_Stage3; deepzero.zero: *; "
+    "runtime.zero.stage3": f"{_NAMES} DeepSpeedZeroOptimizer_Stage3; deepspeed.runtime.zero: *; "
     f"{_ESTIMATES} estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_live "
     "estimate_zero3_model_states_mem_needs_all_cold",
     "runtime.zero.stage_1_and_2": f"{_NAMES} DeepSpeedZeroOptimizer; {_INTERNALS} split_half_float_double; "
@@ -125,11 +126,10 @@ _LINES = {
     "runtime.zero.tiling": "deepzero.zero: TiledLinear TiledLinearReturnBias",
     "runtime.zero.utils": "deepzero.checkpoint.errors: ZeRORuntimeException=CheckpointError; "
     "deepzero.zero: is_zero_param",
-    "utils": "deepzero.utils: *; deepzero.compat.log: *; deepzero.compat.groups: *; "
-    "deepzero.compat.utilities: RepeatingLoader; deepzero.compat.accelerator: get_accelerator",
-    "utils.groups": "deepzero.compat.groups: *",
+    "utils": "deepzero.utils: *; deepzero.compat.utilities: *; deepzero.compat.accelerator: get_accelerator",
+    "utils.groups": "deepzero.compat.utilities: *",
     "utils.init_on_device": "deepzero.zero: OnDevice",
-    "utils.logging": "deepzero.compat.log: *",
+    "utils.logging": _LOG,
     "utils.tensor_fragment": "deepzero.utils: *",
     "utils.timer": "!timers: NoopTimer SynchronizedWallClockTimer ThroughputTimer",
     "utils.torch": "deepzero.compat.utilities: required_torch_version",

@@ -22,6 +22,7 @@ from deepzero.comm.flight_recorder import world_group
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.loss_scaler import GROWTH, DynamicLossScaler, LossScaler
 from deepzero.runtime.zero.guards import check_unclaimed
+from deepzero.runtime.zero.module_registry import z3_leaf_module
 from deepzero.utils.errors import ConfigError, MisuseError
 
 
@@ -150,6 +151,7 @@ READ: dict[str, Callable[[Engine], Any]] = {
     "dtype": lambda engine: engine.zero.dtypes.compute,
     "low_precision_dtype": lambda engine: engine.zero.dtypes.compute,
     "gradient_accumulation_dtype": lambda engine: engine.zero.dtypes.accumulation,
+    "needs_scaler": lambda engine: lambda: engine.scaler.kind == "dynamic",
     "partition_count": lambda engine: engine.comm.world_size,
     "dp_process_group": lambda engine: world_group(),
     "optimizer": _inner,
@@ -171,6 +173,9 @@ READ_1_AND_2 = READ | {
 READ_3 = READ | {
     "parameter_offload": ParameterOffloadNames,
     "module": lambda engine: engine.module,
+    "leaf_parameters": lambda engine: {
+        module: list(module.parameters()) for module in engine.module.modules() if z3_leaf_module(module)
+    },
     "fp16_groups": lambda engine: _groups(
         engine, lambda group: [[group.params[fragment.slot.index]] for fragment in group.fragments]
     ),

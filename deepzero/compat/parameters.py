@@ -270,6 +270,7 @@ _INIT_REFUSED = {
     "param_swapper": "initialize makes the files of offload_param",
     "tensor_overrides": "without dtype= a constructor's dtypes stay, and its devices always do",
 }
+_INIT_TAKEN = ("config", "mem_efficient_linear", "mpu", "sequence_data_parallel_group")
 
 
 class DeepSpeedInit(Init):
@@ -288,36 +289,34 @@ class DeepSpeedInit(Init):
     """Contexts that :func:`shutdown_init_context` has left, the outermost last."""
 
     def __init__(
-        self,
-        module: nn.Module | None = None,
-        data_parallel_group: Any = None,
-        mem_efficient_linear: bool = True,
-        remote_device: str | None = None,
-        pin_memory: bool = False,
-        config_dict_or_path: EngineConfig | Mapping[str, Any] | str | Path | None = None,
-        config: EngineConfig | Mapping[str, Any] | str | Path | None = None,
-        enabled: bool = True,
-        dtype: torch.dtype | None = None,
-        **others: Any,
-    ) -> None:
-        mpu, group = others.pop("mpu", None), others.pop("sequence_data_parallel_group", None)
-        if unknown := others.keys() - _INIT_REFUSED.keys():
+        self, module: nn.Module | None = None, data_parallel_group: Any = None, *,
+        remote_device: str | None = None, pin_memory: bool = False,
+        config_dict_or_path: EngineConfig | Mapping[str, Any] | str | Path | None = None, enabled: bool = True,
+        dtype: torch.dtype | None = None, **others: Any,
+    ) -> None:  # fmt: skip
+        if unknown := others.keys() - {*_INIT_TAKEN, *_INIT_REFUSED}:
             raise TypeError(f"zero.Init has no keyword {', '.join(sorted(unknown))}")
-        sizes = [one.size() for one in (data_parallel_group, group) if one is not None]
-        sizes += [mpu.get_data_parallel_world_size()] if mpu is not None else []
-        problems = [f"{name}: {_INIT_REFUSED[name]}; leave it out" for name, value in others.items() if value]
+        groups = (data_parallel_group, others.get("sequence_data_parallel_group"))
+        sizes = [group.size() for group in groups if group is not None]
+        if (mpu := others.get("mpu")) is not None:
+            sizes.append(mpu.get_data_parallel_world_size())
+        problems = [f"{name}: {why}; leave it out" for name, why in _INIT_REFUSED.items() if others.get(name)]
         if set(sizes) - {process_group.world_size()}:
             ranks = f"{process_group.world_size()} ranks, and a group of {sizes[0]} was given"
             problems.append(f"data_parallel_group is not implemented; parameters are cut over all {ranks}")
-        if config is not None and config_dict_or_path is not None:
+        settings = [one for one in (others.get("config"), config_dict_or_path) if one is not None]
+        if len(settings) > 1:
             problems.append("the configuration is given twice (config_dict_or_path, config); give it once")
         if enabled and problems:
             raise ConfigError(f"zero.Init: {problems[0]}")
-        settings = config if config is not None else config_dict_or_path
-        if enabled and settings is not None:
-            device = load_zero_config(settings).offload_param.device
+        if enabled and settings:
+            device = load_zero_config(settings[0]).offload_param.device
             remote_device = remote_device or ("cpu" if device == "nvme" else device)
-        super().__init__(module, remote_device, pin_memory, settings, enabled, dtype)
+            dtype = dtype or self._dtype_of(settings[0])
+        super().__init__(module, remote_device, pin_memory, settings[0] if settings else None, enabled, dtype)
+
+    def _dtype_of(self, settings: Any) -> torch.dtype | None:
+        """The dtype where none is given: None, the constructor's."""
 
     def __exit__(self, kind: Any, *error: object) -> None:
         # Shut and not restored, it has been left already; from here on there is nothing to restore.

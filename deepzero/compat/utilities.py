@@ -1,15 +1,20 @@
-"""Small things that scripts take from DeepSpeed's modules of utilities.
+"""Small things that scripts take from DeepSpeed's modules of utilities: constants, its logger, its groups, and others.
 
-Sources: ``runtime/dataloader.py``, ``runtime/utils.py``, ``utils/torch.py``, ``moe/utils.py``, ``checkpoint/utils.py``
-and ``runtime/activation_checkpointing/checkpointing.py`` of [DeepSpeed].
+Sources: ``runtime/dataloader.py``, ``runtime/utils.py``, ``utils/torch.py``, ``utils/logging.py``, ``utils/groups.py``,
+``moe/utils.py``, ``checkpoint/utils.py``, ``runtime/activation_checkpointing/checkpointing.py`` of [DeepSpeed].
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
 import random
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +23,90 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepzero.comm import process_group
+from deepzero.comm.flight_recorder import world_group
 from deepzero.compat.accelerator import get_accelerator
-from deepzero.compat.log import logger
+from deepzero.compat.import_paths import VERSION
 from deepzero.config.deepspeed_json import load_activation_config
 from deepzero.utils.formatting import binary_bytes
+
+# ---- constants -------------------------------------------------------------------------------------------------------
+
+__version_major__, __version_minor__, __version_patch__ = map(int, VERSION.split("."))
+HAS_TRITON = False
+MIN_SWAPPABLE_BYTES = 2**20
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+default_pg_timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
+"""How long a collective may take; minutes in the environment, as there."""
+_BUILT_FOR = {"version": torch.__version__, "cuda_version": torch.version.cuda, "hip_version": torch.version.hip}
+torch_info: dict[str, Any] = {name: ".".join((version or "0.0").split(".")[:2]) for name, version in _BUILT_FOR.items()}
+torch_info |= {"nccl_version": "0.0", "bf16_support": True}
+"""What torch was built for; ``0.0`` where it was not, and for NCCL, which a program asks for itself."""
+
+# ---- the logger ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _made() -> logging.Logger:
+    made = logging.getLogger("DeepSpeed")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+    made.addHandler(handler)
+    made.setLevel(logging.INFO)
+    made.propagate = False
+    # As DeepSpeed has them on its logger, too.
+    made.warning_once = functools.cache(made.warning)  # type: ignore[attr-defined]
+    made.log_dist_once = lambda *words, **more: log_dist_once(*words, **more)  # type: ignore[attr-defined]
+    return made
+
+
+logger = _made()
+"""What libraries set levels of; what it says goes to standard output, as there."""
+warning_once = logger.warning_once  # type: ignore[attr-defined]
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on these ranks; with -1 among them on all. Without ranks on none, but where no group has been joined."""
+    if not process_group.is_initialized() or (ranks and (-1 in ranks or process_group.rank() in ranks)):
+        logger.log(level, f"[Rank {process_group.rank()}] {message}")
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """:func:`log_dist`, and not again with these words."""
+    _log_dist_once(message, tuple(ranks or ()), level)
+
+
+_log_dist_once = functools.cache(log_dist)
+
+
+def set_log_level_from_string(level: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level by its name, in any case; ValueError where no level has this name."""
+    (custom_logger or logger).setLevel(level.upper())
+
+
+# ---- groups: all ranks share the data, and nothing else is parallel --------------------------------------------------
+
+_OF_DATA = {
+    "group": world_group,
+    "group_ranks": lambda: range(process_group.world_size()),
+    "rank": process_group.rank,
+    "world_size": process_group.world_size,
+}
+_OF_ONE = {"rank": lambda: 0, "world_size": lambda: 1, "src_rank": process_group.rank}
+globals().update({
+    f"{mark}get_{kind}_parallel_{what}": answer
+    for kinds, answers in ((("data", "sequence_data"), _OF_DATA), (("model", "tensor_model", "sequence"), _OF_ONE))
+    for kind in kinds
+    for what, answer in answers.items()
+    for mark in ("", "_")
+})  # fmt: skip
+_clone_world_group = world_group
+
+
+def initialize(ep_size: int = 1, mpu: Any = None) -> None:
+    """Nothing to do: groups are there when the process group is. NotImplementedError for any other parallelism."""
+    if ep_size != 1 or mpu is not None:
+        raise NotImplementedError("deepzero shards data-parallel training alone: ep_size must be 1 and mpu None")
+
 
 # ---- data ------------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from deepzero.checkpoint.manifest import BUFFER, Entry, listed
 from deepzero.checkpoint.reader import CheckpointReader, read_own
 from deepzero.comm import process_group
 from deepzero.compat import deepspeed_checkpoint
-from deepzero.compat.log import logger
+from deepzero.compat.utilities import logger
 from deepzero.durable import flush_folder, write_whole
 from deepzero.runtime.zero.partition_parameters import GatheredParameters, PartitionedParameter, ZeroParameter
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,16 +19,15 @@ from deepzero.runtime.grad_norm import layer_of
 from deepzero.runtime.zero.optimizer_shard import OptimizerShard
 from deepzero.runtime.zero.partition_parameters import GatheredParameters
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
-from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 
 if TYPE_CHECKING:
     from deepzero.runtime.build import ZeroComponents
 
 
-def params_sha256(model: nn.Module) -> str:
+def params_sha256(engine: Any) -> str:
     """SHA-256 over the raw bytes of every parameter, by sorted name; a tied parameter counts once. A collective."""
     digest = hashlib.sha256()
-    for _, param in sorted(model.named_parameters()):
+    for _, param in sorted(engine.module.named_parameters()):
         with GatheredParameters(param):
             digest.update(param.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -99,7 +98,7 @@ def tensor_namer(ledger: Ledger, zero: ZeroComponents) -> Callable[[torch.Tensor
     return name
 
 
-def gather_report(ledger: Ledger, device: torch.device, bytes_at_build: int) -> dict[str, Any]:
+def gather_report(engine: Any) -> dict[str, Any]:
     """All ranks' ledgers in one: means over ranks, and for memory also the most that any rank held.
 
     The mean is what the closed forms speak of: with padding at the end of a bucket the last rank owns and sends a
@@ -109,7 +108,8 @@ def gather_report(ledger: Ledger, device: torch.device, bytes_at_build: int) -> 
     ``snapshot``, where asynchronous saves were made, is their copy of the model state, in host memory; ``host_states``
     what ``offload_states`` has moved there; ``host_activations`` what checkpointed activations take there.
     """
-    residual = max(0, accelerator_of(device).max_memory_allocated(device) - bytes_at_build)
+    ledger, device = engine.comm.ledger, engine.comm.device
+    residual = max(0, accelerator_of(device).max_memory_allocated(device) - engine.bytes_at_build)
     unpredicted = {"activations": residual, **{name: ledger.held.get(name, 0) for name in UNPREDICTED}}
     mine = ledger.report()
     mine["memory"] |= {name: {"predicted": None, "measured": held} for name, held in unpredicted.items()}
@@ -148,18 +148,20 @@ def find_bad_gradient(model: nn.Module, shard: OptimizerShard) -> str:
     return min(everyone, key=places.__getitem__) if everyone else "no parameter alone; the sum of squares"
 
 
-def gradient_norms(
-    groups: Sequence[ParamGroup], squares: Sequence[torch.Tensor], divisor: float, device: torch.device
-) -> dict[str, float]:
-    """Gradient norms layer by layer: ``gradients/LAYER``. A collective.
+def gradient_norms(engine: Any) -> dict[str, float]:
+    """The last step's gradient norm, layer by layer, before clipping: ``gradients/LAYER``. A collective.
 
-    ``squares`` has for each group fp64 ``[parameters]``: sums of squares of this rank's elements of the reduced sums,
-    whose mean is by ``divisor``. ``device`` is where the group's backend wants small tensors.
+    It is made of what the global norm was made of (``grad_norm.py``), so that no gradient is read again; one gather
+    brings 8 bytes a layer to every rank. Empty before the first step and after one that was skipped.
     """
-    names = [name for group in groups for name in group.names]
+    if engine.last_step is None or engine.last_step.skipped:
+        return {}
+    squares = engine.zero.stage.gradients.param_norm_sq()
+    divisor = engine.comm.world_size * engine.batch.accumulation * engine.last_step.loss_scale
+    names = [name for group in engine.zero.groups for name in group.names]
     layers = dict.fromkeys(map(layer_of, names), 0.0)  # the same layers in the same order on every rank
     for name, square in zip(names, torch.cat(list(squares)).tolist(), strict=True):
         layers[layer_of(name)] += square
     mine = torch.tensor(list(layers.values()), dtype=torch.float64)
-    sums = process_group.gather_and_sum(mine, device).tolist()
+    sums = process_group.gather_and_sum(mine, engine.comm.device).tolist()
     return {f"gradients/{layer}": math.sqrt(square) / divisor for layer, square in zip(layers, sums, strict=True)}

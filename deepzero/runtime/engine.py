@@ -289,7 +289,7 @@ class Engine(nn.Module):
             self.comm.raise_on_all_ranks(trouble)
         # The scale that divides these gradients is the one that multiplied their loss: read before it is updated.
         scale, mean_divisor = self.scaler.scale, self._mean_divisor()
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = self.optimizer.param_groups[0].get("lr", float("nan"))  # a user's own optimizer may have none
         self._check_finite(agreement)
         if self.config.precision.dtype == "fp16":
             self.scaler.update(not agreement.finite)

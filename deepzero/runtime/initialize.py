@@ -98,7 +98,7 @@ def initialize(
     """
     settings, problem = EngineConfig(), None
     try:
-        settings = _simulating(_only_config(config, config_params, args))
+        settings = _simulating(only_config(config, config_params, args))
         _refuse_other_parallelism(mpu, mesh_param)
     except ConfigError as error:
         problem = error
@@ -153,7 +153,8 @@ def _join(required: bool | None, port: int | None, timeout: float) -> None:
     process_group.init_distributed(timeout_seconds=timeout)
 
 
-def _only_config(config: Any, config_params: Any, args: Any) -> EngineConfig:
+def only_config(config: Any, config_params: Any, args: Any) -> EngineConfig:
+    """The settings, which :func:`initialize` takes in one of three arguments; a ConfigError for two, or bad ones."""
     from_args = [getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")]
     given = [value for value in (config, config_params, *from_args) if value is not None]
     if len(given) > 1:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,3 +103,18 @@ def seed_generators(device: torch.device, seed: int, step: int, micro_batch: int
     torch.default_generator.manual_seed(number)  # 1 µs; torch.manual_seed notes 400 µs of where it was called from
     if (accelerator := accelerator_of(device)).has_streams:
         accelerator.manual_seed(number, device)
+
+
+def describe_bits(engine: Any) -> str:
+    """One line: whether the run's bits depend on the number of ranks, and why."""
+    return describe(dependences(engine.config, engine.module, engine.comm.device), engine.batch, engine.comm.device)
+
+
+def seed_micro_batch(engine: Any, seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators for the micro-batch that comes next, whichever rank makes it.
+
+    Called before its forward pass it makes dropout a function of ``seed``, step and micro-batch: the same on any number
+    of ranks, and after a resume.
+    """
+    number = engine.micro_steps % engine.batch.accumulation * engine.comm.world_size + engine.comm.rank
+    seed_generators(engine.comm.device, seed, engine.global_steps, number)

@@ -14,7 +14,7 @@ import torch
 
 import deepzero
 from deepzero.comm import process_group
-from deepzero.compat import accelerator, comm, groups, log, utilities
+from deepzero.compat import accelerator, comm, utilities
 from deepzero.config.strict import ConfigError
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DEEPZERO_LAUNCH_FOLDER")
@@ -57,15 +57,14 @@ def collectives(rank, world):
             said = [rank]
             comm.broadcast_object_list(said, 0, group=pair)
             assert said == [0]
-            assert comm.get_all_ranks_from_group(pair) == [
-                0,
-                world - 1,
-            ]
+            assert comm.get_all_ranks_from_group(pair) == [0, world - 1]
         words = [rank, {"two": torch.tensor(2)}] if rank == 1 else [None, None]
         comm.broadcast_object_list(words, src=1)
         comm.barrier()
-        assert groups._get_data_parallel_world_size() == comm.get_world_size() == world
-        assert groups.get_model_parallel_rank() == 0 and groups._get_data_parallel_group() is comm.get_world_group()
+        assert utilities._get_data_parallel_world_size() == comm.get_world_size() == world
+        assert (
+            utilities.get_model_parallel_rank() == 0 and utilities._get_data_parallel_group() is comm.get_world_group()
+        )
     return whole.tolist(), mine.item(), ones.tolist(), words[0], words[1]["two"].item()
 
 
@@ -112,19 +111,19 @@ def test_who_logs(monkeypatch, joined):
     said = []
     # A logger of its own: where DeepSpeed is installed, what libraries import of it changes the one of this name.
     with mock.patch.object(logging, "getLogger", logging.Logger):
-        monkeypatch.setattr(log, "logger", log._made.__wrapped__())
-    monkeypatch.setattr(log.logger, "log", lambda level, text: said.append(text))
+        monkeypatch.setattr(utilities, "logger", utilities._made.__wrapped__())
+    monkeypatch.setattr(utilities.logger, "log", lambda level, text: said.append(text))
     monkeypatch.setattr(process_group, "is_initialized", lambda: joined)
     monkeypatch.setattr(process_group, "rank", lambda: 0)
     for ranks in (None, [], [1], [0], [-1]):
-        log.log_dist(f"{ranks}", ranks)
-        for once in (log.log_dist_once, log.logger.log_dist_once):
+        utilities.log_dist(f"{ranks}", ranks)
+        for once in (utilities.log_dist_once, utilities.logger.log_dist_once):
             once(f"{ranks} once, {joined}", ranks)
     texts = ["None", "[]", "[1]", "[0]", "[-1]"][3 if joined else 0 :]
     assert said == [f"[Rank 0] {text}{ending}" for text in texts for ending in ("", f" once, {joined}")]
-    log.logger.handlers[0].emit = said.append
+    utilities.logger.handlers[0].emit = said.append
     for text in ("careful", "careful", "or not"):
-        log.logger.warning_once(text)
+        utilities.logger.warning_once(text)
     assert [record.getMessage() for record in said[-2:]] == ["careful", "or not"]
 
 
@@ -154,7 +153,7 @@ def test_names_of_the_package():
 
     assert deepzero.comm.all_gather_object is comm.all_gather_object and comm.has_all_gather_into_tensor()
     assert not comm.has_nothing()
-    for name in ({*comm._SAME.split(), *comm._RENAMED} - {"reduce_scatter"}) | {*deepzero.comm._DEEPSPEEDS.split()}:
+    for name in comm.NAMES:
         assert getattr(deepzero.comm, name) is not None, name
     load = "import sys; from deepzero.comm import process_group; print([m for m in sys.modules if '.compat' in m])"
     assert subprocess.check_output([sys.executable, "-c", load], text=True).strip() == "[]"

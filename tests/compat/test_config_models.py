@@ -88,11 +88,8 @@ def test_a_whole_config():
     given = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": True}, "fp16": {"enabled": True},
              "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}  # fmt: skip
     config = DeepSpeedConfig(given)
-    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (
-        8,
-        8,
-        1,
-    )
+    sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    assert sizes == (8, 8, 1)
     assert config.zero_enabled and config.zero_config.offload_optimizer.device == "cpu"
     assert config.float16_config.enabled and not config.bfloat16_config.enabled
     assert (config.optimizer_name, config.optimizer_params, config.scheduler_name) == ("Adam", {"lr": 0.1}, None)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import deepzero
 from deepzero.checkpoint.errors import CheckpointError
-from deepzero.compat import deepspeed_checkpoint, log, zero_to_fp32
+from deepzero.compat import deepspeed_checkpoint, utilities, zero_to_fp32
 from deepzero.compat.utilities import clone_tensors_for_torch_save
 from deepzero.runtime.zero.partition_parameters import GatheredParameters
 from deepzero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -324,7 +324,7 @@ def test_weights_in_fp32_as_deepspeed_gives_them(ranks, theirs, tmp_path, monkey
 def test_a_share_that_knows_no_permissions(tmp_path, monkeypatch):
     """The script is there; a line on DeepSpeed's logger says that it is not executable."""
     told = []
-    monkeypatch.setattr(log.logger, "info", lambda words, *values: told.append(words % values))
+    monkeypatch.setattr(utilities.logger, "info", lambda words, *values: told.append(words % values))
     monkeypatch.setattr(Path, "chmod", mock.Mock(side_effect=PermissionError(1, "no permissions here")))
     zero_to_fp32.leave_script(tmp_path)
     assert (tmp_path / "zero_to_fp32.py").read_text().startswith("#!")

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import tempfile
 import weakref
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -14,8 +15,10 @@ from torch import nn
 
 import deepzero
 from deepzero.comm import process_group
+from deepzero.compat import front
 from deepzero.compat.engine_getters import GETTERS, NOT_HERE
 from deepzero.compat.optimizer_names import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
+from deepzero.utils import safe_get_full_fp32_param
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import (
     SGD,
@@ -169,6 +172,38 @@ def test_names_on_the_engine(rank, world):
     engine.destroy()
     engine.empty_partition_cache()
     assert held() is not None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks()
+def test_in_deepspeeds_place(rank, world, stage):
+    """Behind ``import deepspeed``: masters are made of rounded values, a step may find a parameter frozen."""
+    settings = config(stage=stage, precision="bf16", zero=WHOLE if stage == 3 else {})
+    plain = {name: param.detach().clone() for name, param in make_model().named_parameters()}
+    with front.RoundedInit(config_dict_or_path=settings, enabled=stage == 3):
+        model = make_model()
+    engine = front.initialize(model=model, config=settings)[0]
+    for name, param in model.named_parameters():
+        master = safe_get_full_fp32_param(param)
+        assert torch.equal(master, master.bfloat16().float()), name
+        assert stage == 3 or torch.equal(master, plain[name].bfloat16().float()), name
+    assert isinstance(engine, deepzero.DeepSpeedEngine) and not engine.optimizer.needs_scaler()
+    frozen = model.head.weight
+    frozen.requires_grad_(False)
+    engine.backward(engine(*my_micro_batches(0, rank, world, 2, 1)[0]))
+    if stage == 3:
+        assert all(param.ds_status.name == "NOT_AVAILABLE" for param in model.parameters())
+    engine.step()
+    assert engine.was_step_applied() and not frozen.requires_grad
+    with pytest.raises(AssertionError, match="scalar tensor"):
+        engine.scale(torch.ones(2, requires_grad=True) * 2)
+    engine.destroy()
+    for allowed in (True, False):
+        model = make_model()
+        given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        given["config"] = settings | {"zero_allow_untested_optimizer": allowed}
+        with pytest.raises(AssertionError, match="not tested SGD") if stage and not allowed else nullcontext():
+            front.initialize(**given)[0].destroy()
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -12,7 +12,6 @@ from deepzero.comm import process_group
 from deepzero.comm.ledger import off_forms
 from deepzero.config.strict import ConfigError
 from deepzero.ops import Muon, muon_groups
-from deepzero.runtime.diagnostics import gather_report
 from deepzero.runtime.zero.optimizer_shard import clip_divisor
 from deepzero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from tests.distributed.checkpoints import fingerprints
@@ -114,7 +113,7 @@ def bits(rank, world, cases, steps=3):
     for given in cases:
         engine = begin(given)
         said = [one_step(engine, rank, world, step) for step in range(steps)]
-        report = gather_report(engine.ledger, engine.device, 0)["memory"]
+        report = engine.report()["memory"]
         off = off_forms({"memory": report})
         found.append(([(s.loss, s.grad_norm, s.grad_norm_clipped) for s in said], engine.params_sha256(), off))
         engine.destroy()

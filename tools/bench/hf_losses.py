@@ -5,7 +5,7 @@
 
 Each pair is one script on two ranks, run twice with the same arguments: once as it is, by DeepSpeed, and once behind
 ``-m deepzero.compat``. In bf16 the examples begin with weights that bf16 can hold; the last column is of runs without
-that (*as made*), where DeepSpeed makes its masters from rounded weights and deepzero does not. It needs the
+that (*as made*), where DeepSpeed makes its masters from rounded weights, and deepzero in its place too. It needs the
 extras ``hf`` and ``bench``; on a machine without a GPU both compute on the CPU.
 """
 

@@ -1,0 +1,116 @@
+"""``initialize``, its engine and ``zero.Init`` behind ``import deepspeed``, where they do as DeepSpeed does.
+
+``deepzero.initialize`` makes fp32 masters of the values that a model has, so that nothing is lost. DeepSpeed casts the
+model to the compute dtype before, and a script that runs in its place shall have the losses that it had there. Both
+doors lead to the same engine, which finds values that the compute dtype can hold. And plain tensors have a
+``ds_status``, for scripts that ask those that autograd hands back.
+
+Source: ``_cast_module_mixed_precision``, ``_configure_zero_optimizer`` and ``scale`` in ``runtime/engine.py``,
+``Init._set_dtype`` in ``runtime/zero/partition_parameters.py`` of [DeepSpeed].
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepzero.compat.deepspeed_engine import DeepSpeedEngine
+from deepzero.compat.parameters import DeepSpeedInit, is_zero_param
+from deepzero.config.deepspeed_json import read_mapping
+from deepzero.config.engine import EngineConfig
+from deepzero.config.strict import ConfigError
+from deepzero.offload.cpu_adam import CPUAdam
+from deepzero.runtime import initialize as door
+from deepzero.runtime.build import Dtypes
+from deepzero.runtime.consistency import TrainedParameters
+from deepzero.runtime.zero.partitioned_bucket import ZeroParamStatus
+from deepzero.utils.errors import MisuseError
+
+TESTED = (torch.optim.Adam, torch.optim.AdamW, CPUAdam)
+"""Optimizers that ``"zero_allow_untested_optimizer": false`` lets pass; where it is left out, all are tried."""
+
+
+@functools.wraps(door.initialize)
+def initialize(*given: Any, **named: Any) -> Any:
+    """``deepzero.initialize`` of a model whose values are rounded to the compute dtype, but for those of ``Init``."""
+    call = inspect.signature(door.initialize).bind(*given, **named).arguments
+    arguments = {name: call.get(name) for name in ("config", "config_params", "args")}
+    try:
+        settings = door.only_config(**arguments)
+    except ConfigError:  # initialize says so on every rank
+        return door.initialize(*given, **named)
+    config, optimizer = arguments["config"] or arguments["config_params"] or {}, call.get("optimizer")
+    untested = isinstance(optimizer, torch.optim.Optimizer) and settings.zero.stage and type(optimizer) not in TESTED
+    says = {} if isinstance(config, EngineConfig) else read_mapping(config)
+    if untested and says.get("zero_allow_untested_optimizer") is False:
+        raise ConfigError(
+            f"zero_allow_untested_optimizer=false, and DeepSpeed has not tested {type(optimizer).__name__}: set it to "
+            "true, or leave it out; deepzero finds out by itself whether an optimizer can be sharded"
+        )
+    for param in getattr(call.get("model"), "parameters", tuple)():  # what is no module is refused on every rank
+        if param.is_floating_point() and not is_zero_param(param):
+            param.data.copy_(param.data.to(Dtypes.of(settings).compute))
+    made = door.initialize(**call | dict.fromkeys(arguments) | {"config": settings})
+    made[0].__class__, made[0].zero.trained.__class__ = EngineInPlace, MayFreeze
+    return made
+
+
+class EngineInPlace(DeepSpeedEngine):
+    """The engine of this ``initialize``."""
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """As the engine's own; after a step's last pass nothing stays gathered, which the step would let go of."""
+        divided = super().backward(loss, retain_graph, scale_wrt_gas)
+        if not retain_graph and self.is_gradient_accumulation_boundary():
+            self.zero.stage.before_writes()
+        return divided
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """As the engine's own, with DeepSpeed's words for what is no loss."""
+        if loss.numel() != 1 or loss.grad_fn is None:
+            raise MisuseError(f"engine.scale needs a scalar tensor with a grad_fn, it got one of {tuple(loss.shape)}")
+        return super().scale(loss)
+
+
+class MayFreeze(TrainedParameters):
+    """A parameter that is frozen when a step is taken has no gradient from that pass, and goes on by its momentum."""
+
+    def check(self) -> None:
+        """As the engine's own, but for those that have been frozen."""
+        frozen = [param for param in self._trained if not param.requires_grad]
+        try:
+            for param in frozen:
+                param.requires_grad_(True)
+            super().check()
+        finally:
+            for param in frozen:
+                param.requires_grad_(False)
+
+
+class RoundedInit(DeepSpeedInit):
+    """``deepzero.zero.Init`` whose ``dtype``, where none is given, is that in which ``config`` lets the model train."""
+
+    def _dtype_of(self, settings: Any) -> torch.dtype | None:
+        if isinstance(settings, EngineConfig):
+            return Dtypes.of(settings).compute
+        blocks = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+        given = read_mapping(settings)
+        return next((dtype for key, dtype in blocks.items() if (given.get(key) or {}).get("enabled") is True), None)
+
+
+def _status(tensor: torch.Tensor) -> ZeroParamStatus:
+    """AVAILABLE for a tensor; a parameter has a status only where it belongs to an engine or ``zero.Init``."""
+    if isinstance(tensor, nn.Parameter):
+        raise AttributeError(f"{type(tensor).__name__!r} object has no attribute 'ds_status'")
+    return ZeroParamStatus.AVAILABLE
+
+
+# What an autograd function has saved passes through stage 3's hooks, and torch makes a new tensor of what they return:
+# the weight's values, without the attributes of the parameter. DeepSpeed has no such hooks, so there the parameter
+# comes back, and TRL's fused losses ask it whether to gather it. A property, as those of torch's own: torch.compile
+# asks the class for each of its names, and for their setters.
+torch.Tensor.ds_status = property(_status)  # type: ignore[attr-defined]
