@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from deepzero.comm import exact_sum, flight_recorder, process_group
 from deepzero.comm.chaos import Chaos
-from deepzero.comm.exact_sum import Measure, Part
+from deepzero.comm.exact_sum import Measure
 from deepzero.comm.flight_recorder import CollectiveRecord, GroupObserver
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.profiler_ranges import LaneSpan, OverlapMeter
@@ -91,17 +91,6 @@ class Pending:
             self._comm.overlap.landed()
 
 
-@dataclass(frozen=True)
-class RankPlace:
-    """Who a rank is: its number, of how many; its device's backend and kind (cpu, cuda); what observes its group."""
-
-    rank: int
-    world_size: int
-    backend: str
-    device_type: str
-    observer: GroupObserver
-
-
 class Communicator:
     """The collectives over all ranks, or a group of them, for tensors of one device.
 
@@ -109,40 +98,29 @@ class Communicator:
     tensor it lies in to the tensor where it belongs halves the time (98 M bf16 elements over 2 ranks in 16 calls:
     all-gather 116 ms, all-to-all 78 ms, pairwise exchange 54 ms). So on gloo both are pairwise exchanges. NCCL gathers
     in place by itself. Every call is counted in the ``ledger``; chaos delays launches and waits. Without ``nodes`` all
-    ranks share one. Without a ``place`` it is that of this process in its process group.
+    ranks share one.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        ledger: Ledger,
-        chaos: Chaos,
-        nodes: Nodes | None = None,
-        place: RankPlace | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, ledger: Ledger, chaos: Chaos, nodes: Nodes | None = None) -> None:
         self.device, self.ledger, self.chaos = device, ledger, chaos
-        if place is None:
-            rank, world_size, backend = (
-                process_group.rank(),
-                process_group.world_size(),
-                process_group.backend_for(device),
-            )
-            place = RankPlace(rank, world_size, backend, device.type, flight_recorder.observer())
-        self.rank, self.world_size = place.rank, place.world_size
+        self.rank, self.world_size, self.device_type, backend, self.observer = self._place()
+        """``device_type`` is ``cpu`` or ``cuda``: the device's, or in a dry run that of the device it stands for."""
         # Who starts collectives: torch, unless the device is simulated; a dry run has another one.
-        self._torch, self.backend = accelerator_of(device).collectives(dist, place.backend)
-        self.device_type = place.device_type
-        """``cpu`` or ``cuda``: the device's, or in a dry run that of the device which it stands for."""
+        self._torch, self.backend = accelerator_of(device).collectives(dist, backend)
         # gloo cannot send from GPU memory; with CUDA tensors it is asked for its (copying) collectives instead.
         self._pairwise = self.backend == "gloo" and self.device_type == "cpu"
         # NCCL needs a communicator for each group. gloo's pairs of ranks find each other in the one of all ranks.
         self._with_handles = not self._pairwise
         self.nodes = nodes or Nodes(self.world_size, self.world_size)
         self.everybody = RankGroup(tuple(range(self.world_size)), self.rank, None)
-        self.observer, self.ranges = place.observer, place.observer.ranges
-        self.trail = place.observer.trail
-        """What was launched; and, for the messages of errors, where in the model and in which step this rank is."""
+        self.trail, self.ranges = self.observer.trail, self.observer.ranges
+        """``trail``: what was launched; and, for messages, where in the model and in which step this rank is."""
         self.overlap = OverlapMeter(device, ledger)  # how much of what is sent was hidden
+
+    def _place(self) -> tuple[int, int, str, str, GroupObserver]:
+        """Who this rank is, of how many; its device's kind and backend; who observes its group."""
+        backend = process_group.backend_for(self.device)
+        return process_group.rank(), process_group.world_size(), self.device.type, backend, flight_recorder.observer()
 
     def read(self, tensor: torch.Tensor) -> list[Any]:
         """The values of a 1-D tensor as Python numbers; waits for the device."""
@@ -207,8 +185,8 @@ class Communicator:
         # `peers` begins with the successor of each rank: no rank is everybody's first target.
         sent = [q for q in among.peers if send[q].numel()]
         elements = sum(send[q].numel() if numel is None else numel for q in sent)
-        crossing = self.nodes.crossing(self.rank, [among.ranks[q] for q in sent])
-        between = sum(send[sent[place]].nbytes for place in crossing)
+        node = self.nodes.of(self.rank)
+        between = sum(send[q].nbytes for q in sent if self.nodes.of(among.ranks[q]) != node)
         nbytes = sum(send[q].nbytes for q in sent)
         pending = self._counted(kind, where, elements, nbytes, padding, between, among.size)
         if among.size == 1:
@@ -357,12 +335,15 @@ class DryRunCommunicator(Communicator):
     def __init__(
         self, who: DryRunRank, ledger: Ledger, chaos: Chaos, nodes: Nodes | None = None, device: str = "meta"
     ) -> None:
-        backend = "nccl" if who.device_type == "cuda" else "gloo"
+        self._who = who
+        super().__init__(torch.device(device), ledger, chaos, nodes)
+        self._torch, self._with_handles = _NothingTravels(), False
+
+    def _place(self) -> tuple[int, int, str, str, GroupObserver]:
         # An observer of its own: what a rank that is made up launches must not stand in the flight recorder of the
         # process that plays it.
-        place = RankPlace(who.rank, who.world_size, backend, who.device_type, GroupObserver())
-        super().__init__(torch.device(device), ledger, chaos, nodes, place)
-        self._torch, self._with_handles = _NothingTravels(), False
+        who, backend = self._who, "nccl" if self._who.device_type == "cuda" else "gloo"
+        return who.rank, who.world_size, who.device_type, backend, GroupObserver()
 
     @classmethod
     def open(cls, config: EngineConfig, who: DryRunRank, **more: Any) -> DryRunCommunicator:
@@ -386,14 +367,7 @@ class DryRunCommunicator(Communicator):
         return torch.empty_like(tensor)
 
     @staticmethod
-    def sum_in_rank_order(
-        output: torch.Tensor,
-        parts: Sequence[Part],
-        accumulate: bool,
-        scratch: torch.Tensor,
-        factor: float = 1.0,
-        on_chunk: Measure | None = None,
-    ) -> None:
+    def sum_in_rank_order(output: torch.Tensor, *_: Any, on_chunk: Measure | None = None, **__: Any) -> None:
         """One pass over ``output``: there is no cache to keep chunks in."""
         output.copy_(output)
         if on_chunk is not None:

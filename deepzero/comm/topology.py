@@ -14,7 +14,7 @@ Sources: [ZeRO++], sections 3.2 and 3.3; [MiCS], section 3; ``utils/groups.py`` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,14 +44,11 @@ class Nodes:
         """The node of ``rank``."""
         return rank // self.per_node
 
-    def crossing(self, rank: int, peers: Sequence[int]) -> list[int]:
-        """Which of ``peers``, given by their rank, are on another node than ``rank``; their positions in ``peers``."""
-        return [place for place, peer in enumerate(peers) if self.of(peer) != self.of(rank)]
-
-    def leaving(self, rank: int, peers: Sequence[int]) -> int:
+    def leaving(self, rank: int, peers: Collection[int]) -> int:
         """How many of ``peers`` are on another node than ``rank``; for all ranks without asking each of them."""
-        all_ranks = len(peers) == self.world_size
-        return self.world_size - self.per_node if all_ranks else len(self.crossing(rank, peers))
+        if len(peers) == self.world_size:
+            return self.world_size - self.per_node
+        return sum(self.of(peer) != self.of(rank) for peer in peers)
 
     def crossing_inside(self, size: int) -> float:
         """How many of a rank's ``size - 1`` peers in its run of ``size`` ranks are on other nodes, mean over ranks."""

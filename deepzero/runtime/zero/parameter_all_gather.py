@@ -363,7 +363,7 @@ class SecondaryAllGather(PlainAllGather):
         to = [self.keepers_of(rank) - {rank} for rank in range(world)]
         true = sum(len(others) * self.bucket.true_numel_of(rank) for rank, others in enumerate(to))
         sends = sum(map(len, to))
-        crossing = sum(len(self.comm.nodes.crossing(rank, list(others))) for rank, others in enumerate(to))
+        crossing = sum(self.comm.nodes.leaving(rank, others) for rank, others in enumerate(to))
         return Traffic(1, true / world, (sends * numel - true) / world, size * sends / world, size * crossing / world)
 
 
