@@ -33,7 +33,6 @@ import torch
 
 from deepzero.comm.chaos import storage_ptr_of
 from deepzero.config.zero import ZeroConfig
-from deepzero.layout import OffloadPlan
 from deepzero.offload.copy_streams import SUMS_TO_DEVICE, HostDeviceCopier, Transfer
 from deepzero.offload.cpu_adam import MOMENTS as MOMENT_NAMES
 from deepzero.offload.file_store import (
@@ -55,6 +54,7 @@ from deepzero.offload.optimizer_offload import (
     StagingBuffer,
 )
 from deepzero.offload.pinned_arena import HostArena, Region
+from deepzero.placement import OffloadPlan
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS
 from deepzero.runtime.zero.stage_1_and_2 import HOST_MASTERS
 

@@ -24,13 +24,14 @@ import torch
 from deepzero.comm.collectives import Communicator
 from deepzero.config.strict import ConfigError
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
-from deepzero.layout import FlatLayout, OffloadPlan
+from deepzero.layout import FlatLayout
 from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.delayed_update import DelayedOptimizerShard
 from deepzero.offload.file_offload import FileBuffers, FileOptimizerShard, FileWire, in_files
 from deepzero.offload.optimizer_offload import MOMENTS, STAGING, HostGradients, HostOptimizerShard, Offload
 from deepzero.offload.pinned_arena import HostArena, HostMemory, HostMemoryError, Region, arena_class
+from deepzero.placement import OffloadPlan
 from deepzero.runtime.optimizer_state import makes_state_in_advance
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS
 from deepzero.runtime.zero.stage_1_and_2 import HOST_MASTERS, GroupLayout

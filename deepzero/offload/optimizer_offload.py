@@ -34,7 +34,7 @@ import torch
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.exact_sum import Measure
 from deepzero.config.zero import OffloadOptimizerConfig
-from deepzero.layout import Bucket, OffloadPlan
+from deepzero.layout import Bucket
 from deepzero.offload.copy_streams import (
     ADAM,
     FETCH,
@@ -49,6 +49,7 @@ from deepzero.offload.copy_streams import (
 from deepzero.offload.cpu_adam import MOMENTS as MOMENT_NAMES
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.pinned_arena import HostArena, HostMemory, Region
+from deepzero.placement import OffloadPlan
 from deepzero.runtime.optimizer_state import allocate_state
 from deepzero.runtime.zero.optimizer_shard import GradOutput, OptimizerShard
 from deepzero.runtime.zero.parameter_all_gather import PlainAllGather

@@ -23,10 +23,11 @@ from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.config.zero import ZeroConfig
-from deepzero.layout import OffloadPlan, bucket_limit
+from deepzero.layout import bucket_limit
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.offload_plan import build_host, plan_offload
 from deepzero.offload.optimizer_offload import Offload
+from deepzero.placement import OffloadPlan
 from deepzero.runtime.consistency import TrainedParameters
 from deepzero.runtime.memory_model import build_ledger, predict_unquantized
 from deepzero.runtime.optimizer_state import allocate_state, moment_bytes

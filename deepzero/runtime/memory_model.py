@@ -48,10 +48,11 @@ from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUC
 from deepzero.comm.topology import Nodes
 from deepzero.config.engine import EngineConfig
 from deepzero.config.zero import ZeroConfig
-from deepzero.layout import Bucket, FlatLayout, OffloadPlan
+from deepzero.layout import Bucket, FlatLayout
 from deepzero.offload.copy_streams import FETCH, SUMS_TO_DEVICE, TO_DEVICE, TO_HOST
 from deepzero.offload.file_store import FILE_FETCH, FILE_READ, FILE_WRITE, in_blocks
 from deepzero.offload.optimizer_offload import GRADIENTS, MOMENTS, STAGING, HostAllGather
+from deepzero.placement import OffloadPlan
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
 from deepzero.runtime.zero.fetch_plan import FetchPlan

@@ -43,7 +43,8 @@ from torch import nn
 
 from deepzero.comm.collectives import Communicator
 from deepzero.config.zero import ZeroConfig
-from deepzero.layout import Bucket, Fragment, OffloadPlan
+from deepzero.layout import Bucket, Fragment
+from deepzero.placement import OffloadPlan
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import PartitionedUseError, unregister_owner

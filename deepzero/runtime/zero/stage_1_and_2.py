@@ -60,7 +60,8 @@ import torch
 from torch import nn
 
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan
+from deepzero.layout import Bucket, FlatLayout, Fragment
+from deepzero.placement import OffloadPlan
 from deepzero.runtime.zero.guards import STAY, register_owner, unregister_owner
 
 if TYPE_CHECKING:
