@@ -79,12 +79,10 @@ def _older(name: str, make: Any) -> Any:
 
 
 _NVME = {"nvme_path": (Any, None), "fast_init": _OFF}
-_Param: Any = _model("_Param", "zero_optimization.offload_param", OffloadParamConfig, **_NVME)
+DeepSpeedZeroOffloadParamConfig: Any = _model(
+    "DeepSpeedZeroOffloadParamConfig", "zero_optimization.offload_param", OffloadParamConfig, **_NVME
+)
 _Optimizer: Any = _model("_Optimizer", "zero_optimization.offload_optimizer", OffloadOptimizerConfig, **_NVME)
-
-
-class DeepSpeedZeroOffloadParamConfig(_Param):
-    """``zero_optimization.offload_param``."""
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(_Optimizer):

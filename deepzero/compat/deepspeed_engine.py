@@ -38,7 +38,7 @@ from deepzero.config.strict import ConfigError
 from deepzero.device import accelerator_of
 from deepzero.offload.activations import build_host_activations
 from deepzero.offload.offload_states import StateOffloader
-from deepzero.runtime.diagnostics import gather_report, params_sha256, whole_state_dict
+from deepzero.runtime.diagnostics import whole_state_dict
 from deepzero.runtime.engine import StepRecord
 from deepzero.utils.errors import MisuseError
 
@@ -418,10 +418,6 @@ class DeepSpeedEngine(EngineGetters):
             yield
         finally:
             unfreeze(self._frozen, trains=False)
-
-    # ---- the whole run -----------------------------------------------------------------------------------------------
-
-    report, params_sha256 = gather_report, params_sha256
 
     # ---- ranks -------------------------------------------------------------------------------------------------------
 

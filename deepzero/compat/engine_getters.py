@@ -18,7 +18,14 @@ from torch.utils.data import DataLoader
 from deepzero.checkpoint.manifest import shard_name
 from deepzero.comm import process_group
 from deepzero.comm.flight_recorder import world_group
-from deepzero.runtime.diagnostics import gradient_norms
+from deepzero.runtime.diagnostics import (
+    describe_offload,
+    gather_report,
+    gradient_norms,
+    params_sha256,
+    quantization_report,
+    step_metrics,
+)
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.invariance import describe_bits, seed_micro_batch
 
@@ -138,47 +145,11 @@ class EngineGetters(Engine):
 
     _get_optimizer_ckpt_name = _file_of_states
 
-    describe_bits, seed_micro_batch, gradient_norms = describe_bits, seed_micro_batch, gradient_norms
-
-    # ---- offload -----------------------------------------------------------------------------------------------------
-
-    def offload_report(self) -> dict[str, dict[str, float]]:
-        """This rank's pipeline between device and host in the last step, part by part; empty without offload.
-
-        For ``gradients_to_host``, ``gradients_to_device`` (what more is added to), ``optimizer_step``,
-        ``parameters_to_device`` and ``parameters_fetch``: ``bytes``, ``seconds`` under way, ``gb_per_second``, and
-        ``hidden``, the part of those seconds (0 to 1) in which neither program nor compute stream stood still. Without
-        a GPU nothing is hidden but a delayed update.
-        """
-        return self.zero.offload_report()
-
-    def describe_offload(self) -> str | None:
-        """One line for rank 0's log: what is in host memory, how many threads step on it and with which kernel."""
-        return self.zero.offload.describe(self.optimizer) if self.zero.offload is not None else None
-
-    def offload_metrics(self) -> dict[str, float]:
-        """:meth:`offload_report` in flat words, for a log: ``offload/optimizer_step/gb_per_second`` and so on."""
-        found = self.offload_report().items()
-        return {f"offload/{part}/{name}": value for part, leg in found for name, value in leg.items()}
-
-    # ---- quantisation ------------------------------------------------------------------------------------------------
-
-    def quantization_report(self) -> dict[str, Any]:
-        """What the error meter has read last, in dB, by bucket, for ``weights`` and ``gradients``; empty without one.
-
-        ``unquantized`` names what fell below a bound and travels as it is.
-        """
-        meter = self.zero.meter
-        return meter.readings() if meter is not None else {}
-
-    def step_metrics(self) -> dict[str, float]:
-        """What the last step has to say beside its record.
-
-        Communication that was hidden (``profiler_ranges.py``), :meth:`offload_metrics`, the error meter's readings.
-        """
-        meter = self.zero.meter
-        overlap = self.comm.overlap.metrics()
-        return {**overlap, **self.offload_metrics(), **(meter.metrics() if meter is not None else {})}
+    # deepzero's own, of ``runtime/``.
+    describe_bits, seed_micro_batch = describe_bits, seed_micro_batch
+    describe_offload, quantization_report, step_metrics = describe_offload, quantization_report, step_metrics
+    gradient_norms, params_sha256, report = gradient_norms, params_sha256, gather_report
+    offload_report = property(attrgetter("zero.offload_report"))
 
     def __getattr__(self, name: str) -> Any:
         """What the engine has not is the module's, as in DeepSpeed: ``engine.generate``."""

@@ -99,7 +99,13 @@ class ZeroComponents:
         return [*self.groups, *(self.stage3.frozen if self.stage3 is not None else ())]
 
     def offload_report(self) -> dict[str, dict[str, float]]:
-        """The last step's pipeline between device and host, part by part; empty where nothing is offloaded."""
+        """This rank's pipeline between device and host in the last step, part by part; empty without offload.
+
+        For ``gradients_to_host``, ``gradients_to_device`` (what more is added to), ``optimizer_step``,
+        ``parameters_to_device`` and ``parameters_fetch``: ``bytes``, ``seconds`` under way, ``gb_per_second``, and
+        ``hidden``, the part of those seconds (0 to 1) in which neither program nor compute stream stood still. Without
+        a GPU nothing is hidden but a delayed update.
+        """
         if self.offload is None:
             return {}
         return {kind.removeprefix("offload."): leg.as_dict() for kind, leg in self.offload.meter.last_step.items()}

@@ -165,3 +165,28 @@ def gradient_norms(engine: Any) -> dict[str, float]:
     mine = torch.tensor(list(layers.values()), dtype=torch.float64)
     sums = process_group.gather_and_sum(mine, engine.comm.device).tolist()
     return {f"gradients/{layer}": math.sqrt(square) / divisor for layer, square in zip(layers, sums, strict=True)}
+
+
+def describe_offload(engine: Any) -> str | None:
+    """One line for rank 0's log: what is in host memory, how many threads step on it and with which kernel."""
+    return engine.zero.offload.describe(engine.optimizer) if engine.zero.offload is not None else None
+
+
+def quantization_report(engine: Any) -> dict[str, Any]:
+    """What the error meter has read last, in dB, by bucket, for ``weights`` and ``gradients``; empty without one.
+
+    ``unquantized`` names what fell below a bound and travels as it is.
+    """
+    return engine.zero.meter.readings() if engine.zero.meter is not None else {}
+
+
+def step_metrics(engine: Any) -> dict[str, float]:
+    """What the last step has to say beside its record, in flat words for a log.
+
+    Communication that was hidden (``profiler_ranges.py``), the offload's report (``offload/optimizer_step/seconds`` and
+    so on), the error meter's readings.
+    """
+    report = engine.zero.offload_report().items()
+    offload = {f"offload/{part}/{name}": value for part, leg in report for name, value in leg.items()}
+    meter = engine.zero.meter
+    return {**engine.comm.overlap.metrics(), **offload, **(meter.metrics() if meter is not None else {})}

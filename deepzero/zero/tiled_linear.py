@@ -24,8 +24,8 @@ class TiledLinear(nn.Module):
 
     Args:
         input_is_already_split, combine_out_splits: ``forward`` takes the parts of its input, or returns a whole output.
-        linear_cls, kwargs: what makes a tile.
         init_linear: a layer whose values are taken over, by :meth:`copy_params_from`.
+        kwargs: what makes a tile: ``linear_cls``, which is ``nn.Linear``, and its own keywords.
 
     Raises:
         RuntimeError: more parts than features, or none.
@@ -40,11 +40,11 @@ class TiledLinear(nn.Module):
         out_splits: int = 1,
         input_is_already_split: bool = False,
         combine_out_splits: bool = True,
-        linear_cls: type[nn.Module] = nn.Linear,
         init_linear: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        linear_cls = kwargs.pop("linear_cls", nn.Linear)
         if not (1 <= in_splits <= in_features and 1 <= out_splits <= out_features):
             sizes = f"{in_features} inputs and {out_features} outputs"
             raise RuntimeError(f"TiledLinear: {sizes} cannot be cut into {in_splits} and {out_splits} parts")
