@@ -3,13 +3,15 @@
 All ranks measure at the same time, as they compute at the same time: what they share (cores, memory, the links of a
 node) each then has its share of. Of every number the slowest rank's counts, for a step waits for that one.
 
-- *Operations*: linear layers forward and backward in the compute dtype; ``efficiency`` is then 1.
+- *Operations*: linear layers forward and backward in the compute dtype; ``efficiency`` is then 1. Attention apart:
+  on a CPU its products, of a head's width, reach a third of their speed.
 - *Memory*: what layer norms and GELUs reach of it, forward and backward. On a GPU that is the memory's bandwidth; a CPU
   core is slower at such functions than at reading, and it is they that a step is made of.
 - *Host memory*: a large tensor copied, read and written.
 - *An op's least time*: forward and backward pass of a network so small that nothing but launching takes time.
 - *Links*: the collectives of ``comm/collectives.py``, at several sizes inside a node and, where there are several,
-  between the ranks of the same number on each; seconds over bytes as a straight line, by least squares.
+  between the ranks of the same number on each; seconds over bytes as a straight line, by least squares. And what of
+  the processors a byte takes: on CPUs a rank computes less meanwhile.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from deepzero.comm import process_group
@@ -31,7 +34,7 @@ from deepzero.comm.topology import RankGroup, find_nodes
 from deepzero.config.engine import ChaosConfig
 from deepzero.device import accelerator_of
 from deepzero.planning.clusters import Cluster
-from deepzero.planning.op_cost import WorkMeter
+from deepzero.planning.op_cost import OpCost, WorkMeter
 
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23)
 """Bytes that a rank contributes to a collective."""
@@ -58,21 +61,24 @@ def probe(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Cluster:
     others = [layer for _ in range(3) for layer in (nn.LayerNorm(WIDTH), nn.GELU())]
     tiny = [layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())]
     wide = torch.randn(ROWS, WIDTH, device=device).to(dtype).requires_grad_()
-    flops, _, product_seconds = _timed(products, wide)
-    _, moved, other_seconds = _timed(others, wide)
-    ops, _, tiny_seconds = _timed(tiny, torch.zeros(2, 8, device=device))
+    product_ops, product_seconds = _timed(products, wide)
+    attention_ops, attention_seconds = _timed([_Attention()], wide)
+    function_ops, function_seconds = _timed(others, wide)
+    tiny_ops, tiny_seconds = _timed(tiny, torch.zeros(2, 8, device=device))
+    flops = sum(op.flops for op in product_ops) / product_seconds
     mine = {
-        "flops": sum(flops) / product_seconds,
-        "memory_bandwidth": sum(moved) / other_seconds,
+        "flops": flops,
+        "attention_speed": min(1.0, sum(op.flops for op in attention_ops) / attention_seconds / flops),
+        "memory_bandwidth": sum(op.bytes for op in function_ops) / function_seconds,
         "host_memory_bandwidth": _copy_bandwidth(cpu, cpu, 2) * nodes.per_node,
         "host_bandwidth": _copy_bandwidth(cpu, device, 1),
         "memory_bytes": memory_bytes,
     }
     # A rank of each node talks to its like: what leaves a node is what all its ranks send.
     links = [_link(comm, group, sizes) for group in comm.split(nodes.per_node)]
-    everyone = process_group.all_gather_object((mine, tiny_seconds / len(ops), links))
+    everyone = process_group.all_gather_object((mine, tiny_seconds / len(tiny_ops), links))
     least = {key: min(theirs[0][key] for theirs in everyone) for key in mine}
-    inner = _slowest([theirs[2][0] for theirs in everyone]) or (0.0, least["memory_bandwidth"])
+    inner = _slowest([theirs[2][0] for theirs in everyone]) or (0.0, least["memory_bandwidth"], 0.0)
     outer = _slowest([theirs[2][1] for theirs in everyone]) or inner
     return Cluster(
         name="probed",
@@ -86,7 +92,7 @@ def probe(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Cluster:
         device_type=device.type,
         op_overhead=max(theirs[1] for theirs in everyone),
         # Between processes of one host nothing but cores carries bytes.
-        send_overhead=1 / inner[1] if device.type == "cpu" and links[0] is not None else 0.0,
+        send_overhead=inner[2] if device.type == "cpu" else 0.0,
         **least,
     )
 
@@ -129,8 +135,16 @@ def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
     return sorted(seconds[1:])[ROUNDS // 2]
 
 
-def _timed(layers: Sequence[nn.Module], x: torch.Tensor) -> tuple[list[int], list[int], float]:
-    """Operations and bytes of a forward and a backward pass, **counted as a rehearsal counts them**, and seconds."""
+class _Attention(nn.Module):
+    """Heads of 64 wide, which look at what came before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(1, len(x), -1, 64).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).reshape_as(x)
+
+
+def _timed(layers: Sequence[nn.Module], x: torch.Tensor) -> tuple[list[OpCost], float]:
+    """The ops of a forward and a backward pass, **counted as a rehearsal counts them**, and seconds."""
     network, gradient = nn.Sequential(*layers).to(x.device, x.dtype), torch.ones_like(x)
     x = x.detach().requires_grad_(x.requires_grad)
 
@@ -140,7 +154,7 @@ def _timed(layers: Sequence[nn.Module], x: torch.Tensor) -> tuple[list[int], lis
 
     with WorkMeter(x.device.type) as meter:
         work()
-    return meter.work.flops, meter.work.bytes, _median_seconds(work, x.device)
+    return meter.work, _median_seconds(work, x.device)
 
 
 def _copy_bandwidth(source: torch.device, target: torch.device, passes: int) -> float:
@@ -151,11 +165,14 @@ def _copy_bandwidth(source: torch.device, target: torch.device, passes: int) -> 
     return passes * size / _median_seconds(lambda: taken.copy_(given, non_blocking=True), target)
 
 
-def _link(comm: Communicator, group: RankGroup, sizes: Sequence[int]) -> tuple[float, float] | None:
-    """Latency and bandwidth among a group's ranks; None: nobody is there to talk to. All groups measure at once."""
+def _link(comm: Communicator, group: RankGroup, sizes: Sequence[int]) -> tuple[float, float, float] | None:
+    """Latency and bandwidth among a group's ranks, and processor seconds a byte of the largest message.
+
+    None: nobody is there to talk to. All groups measure at once.
+    """
     if group.size == 1:
         return None
-    points = []
+    points, busy = [], 0.0
     for size in sizes:
         recv = list(torch.zeros(group.size, size, dtype=torch.uint8, device=comm.device).unbind())
         send = [torch.zeros_like(part) for part in recv]
@@ -163,13 +180,17 @@ def _link(comm: Communicator, group: RankGroup, sizes: Sequence[int]) -> tuple[f
         def exchange(send: list[torch.Tensor] = send, recv: list[torch.Tensor] = recv) -> None:
             comm.exchange("probe", send, recv, group=group).wait()
 
+        began = time.process_time()
         points.append(((group.size - 1) * size, _median_seconds(exchange, comm.device)))
-    return fit_line(points)
+        busy = (time.process_time() - began) / (ROUNDS + 1)
+    return *fit_line(points), busy / points[-1][0]
 
 
-def _slowest(links: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
-    there = [link for link in links if link is not None]
-    return (max(link[0] for link in there), min(link[1] for link in there)) if there else None
+def _slowest(links: Sequence[tuple[float, float, float] | None]) -> tuple[float, float, float] | None:
+    if not (there := [link for link in links if link is not None]):
+        return None
+    latency, bandwidth, busy = zip(*there, strict=True)
+    return max(latency), min(bandwidth), max(busy)
 
 
 def probe_to_file(path: str, dtype: str) -> None:

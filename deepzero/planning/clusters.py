@@ -21,6 +21,7 @@ from typing import Any
 from deepzero.comm.ledger import Sent
 from deepzero.comm.topology import Nodes
 from deepzero.config.strict import ConfigError
+from deepzero.planning.op_cost import OpCost
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,19 @@ class Cluster:
     send_overhead: float = 0.0
     """Seconds of a rank's cores for each byte of its collectives: a CPU computes on the cores that send. 0 on a GPU."""
 
-    def op_seconds(self, flops: float, moved: float) -> float:
+    attention_speed: float = 1.0
+    """What attention reaches of the speed of matrix products. 1 where it is not told apart; on a CPU it is measured."""
+
+    @property
+    def copy_bandwidth(self) -> float:
+        """Of a rank that copies, casts, adds: of its device's memory, which on CPUs is the host's, shared by ranks."""
+        return self.host_memory_bandwidth / self.ranks_per_node if self.device_type == "cpu" else self.memory_bandwidth
+
+    def op_seconds(self, op: OpCost) -> float:
         """An op takes as long as its operations, its memory traffic or its launch, whichever is most."""
-        return max(flops / (self.flops * self.efficiency), moved / self.memory_bandwidth, self.op_overhead)
+        speed = self.flops * self.efficiency * (self.attention_speed if op.kind == "attention" else 1.0)
+        bandwidth = self.copy_bandwidth if op.kind == "copy" else self.memory_bandwidth
+        return max(op.flops / speed, op.bytes / bandwidth, self.op_overhead)
 
     def collective_seconds(self, sent: Sent, nodes: Nodes) -> float:
         """From the launch to the end, with nothing else on the links."""
@@ -96,6 +107,7 @@ PRESETS = {cluster.name: cluster for cluster in (H100_HDR, AZURE_NC24R, DGX_2H)}
 RANKS = {"azure_nc24r": 32, "dgx_2h": 128}
 """As the post's table has them."""
 _MAY_BE_ZERO = ("inside_latency", "between_latency", "op_overhead", "send_overhead")
+_OPTIONAL = {"op_overhead", "send_overhead", "attention_speed"}  # files of earlier probes lack some
 _NUMBERS = {f.name for f in dataclasses.fields(Cluster)} - {"name", "device_type"}
 
 
@@ -156,7 +168,7 @@ def read_cluster(path: str) -> Cluster:
         raise ConfigError(f"cluster={path} holds no mapping of a cluster's fields")
     words = {key: found.pop(key) for key in ("name", "device_type") if key in found}
     numbers = _checked(f"cluster={path}", found)
-    if lacking := sorted((_NUMBERS | {"name"}) - {*words, *numbers} - {"op_overhead"}):
+    if lacking := sorted((_NUMBERS | {"name"}) - {*words, *numbers} - _OPTIONAL):
         raise ConfigError(f"cluster={path} lacks {', '.join(lacking)}")
     if words.get("device_type", "cuda") not in ("cpu", "cuda"):
         raise ConfigError(f"cluster={path}: device_type={words['device_type']!r} is neither cpu nor cuda")

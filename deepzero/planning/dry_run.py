@@ -30,7 +30,7 @@ from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import FETCH
 from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.planning.op_cost import Work, WorkMeter, fused_attention, nothing_is_packed
+from deepzero.planning.op_cost import OpCost, WorkMeter, fused_attention, nothing_is_packed
 from deepzero.profiling.step_recorder import StepRecorder
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.pytree import scalar_loss
@@ -82,7 +82,7 @@ class DryRunResult:
     """Of the last step, in order; ``at`` counts ops, see :attr:`work`."""
     recording: list[Event]
     """Of the first step."""
-    work: Work
+    work: list[OpCost]
     """Of the last step: ops, numbered as the events count them."""
     plan: FetchPlan | None
     """Stage 3: what the last step followed."""

@@ -162,8 +162,7 @@ class Estimator:
             held = meter.peak_bytes - before
         sizes = [param.numel() for param in model.parameters()]
         self.largest = max(self.largest, *sizes)
-        ops = zip(meter.work.flops, meter.work.bytes, strict=True)
-        seconds = sum(self.cluster.op_seconds(flops, moved) for flops, moved in ops)
+        seconds = sum(map(self.cluster.op_seconds, meter.work))
         return sum(sizes), held, seconds, self._state_bytes(model)
 
     def _state_bytes(self, model: torch.nn.Module) -> int:

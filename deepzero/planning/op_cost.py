@@ -2,8 +2,10 @@
 
 torch's own formulas say how many operations a matrix product, an attention or a convolution takes
 (``torch.utils.flop_counter``). Everything else is taken to be bound by memory: its time is that of reading its inputs
-and writing its outputs once. Memory in use is that of all storages alive, model state and temporaries alike; what an
-allocator adds by rounding and fragmentation is not in it.
+and writing its outputs once. Two kinds are told from the others, because a CPU runs them at speeds of their own:
+attention, whose small products reach a third of what large ones do, and what only copies, casts and adds, which goes
+at the memory's speed where functions (norms, GELUs) do not. Memory in use is that of all storages alive, model state
+and temporaries alike; what an allocator adds by rounding and fragmentation is not in it.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,14 +36,23 @@ _FORMULAS = {
 }
 
 
-@dataclass
-class Work:
-    """One op after the other."""
+_COPIES = {
+    getattr(_ATEN, name)
+    for name in (
+        "copy_", "_to_copy", "clone", "cat", "add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "neg",
+        "zero_", "fill_", "zeros", "zeros_like", "_foreach_copy_", "_foreach_add_", "_foreach_mul_", "_foreach_div_",
+    )
+}  # fmt: skip
 
-    flops: list[int] = field(default_factory=list)
+
+class OpCost(NamedTuple):
+    """What one op takes."""
+
+    flops: int
     """Multiplications and additions, two for a fused pair."""
-    bytes: list[int] = field(default_factory=list)
-    """Read and written; 0 for an op that only makes a view."""
+    bytes: int
+    """Read and written."""
+    kind: Literal["product", "attention", "copy", "function"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +62,7 @@ class _Recipe:
     outputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
     single: bool
     """One tensor, not a tuple."""
-    flops: int
-    bytes: int
+    cost: OpCost
 
 
 class WorkMeter(TorchDispatchMode):
@@ -65,18 +75,18 @@ class WorkMeter(TorchDispatchMode):
     def __init__(self, device_type: str = "meta") -> None:
         super().__init__()
         self.device_type = device_type
-        self.work = Work()
+        self.work: list[OpCost] = []
         self.alive_bytes = self.peak_bytes = 0
         self._seen: set[int] = set()
         self._recipes: dict[Any, _Recipe | None] = {}
 
     def clock(self) -> float:
         """How many ops there have been: for :attr:`Ledger.clock`."""
-        return float(len(self.work.flops))
+        return float(len(self.work))
 
     def restart(self) -> int:
         """Count ops from here on, and begin a new peak at what is alive now: so many bytes."""
-        self.work, self.peak_bytes = Work(), self.alive_bytes
+        self.work, self.peak_bytes = [], self.alive_bytes
         return self.alive_bytes
 
     def __torch_dispatch__(
@@ -89,16 +99,18 @@ class WorkMeter(TorchDispatchMode):
         key = self._key(func, args, kwargs)
         if key is not None and (recipe := self._recipes.get(key)) is not None:
             made = [torch.empty_strided(n, s, dtype=dtype, device="meta") for n, s, dtype in recipe.outputs]
-            self._count(recipe.flops, recipe.bytes, made)
+            self._count(recipe.cost, made)
             return made[0] if recipe.single else tuple(made)
         output = func(*args, **kwargs)
-        if made := self._mine(output):
+        # What writes into a list of tensors (torch._foreach_copy_) gives none back.
+        made, given = self._mine(output), self._mine((args, kwargs))
+        if made or (output is None and given):
             formula: Callable[..., int] | None = _FORMULAS.get(func._overloadpacket)
             flops = int(formula(*args, **kwargs, out_val=output)) if formula is not None else 0
-            moved = sum(_bytes_of(t) for t in (*self._mine((args, kwargs)), *made))
+            cost = OpCost(flops, sum(_bytes_of(t) for t in (*given, *made)), _kind_of(func, flops))
             if key is not None:
-                self._recipes[key] = _recipe_of(output, flops, moved)
-            self._count(flops, moved, made)
+                self._recipes[key] = _recipe_of(output, cost)
+            self._count(cost, made)
         return output
 
     def _mine(self, tree: Any) -> list[torch.Tensor]:
@@ -116,11 +128,10 @@ class WorkMeter(TorchDispatchMode):
             return None
         return key
 
-    def _count(self, flops: int, moved: int, made: Iterable[torch.Tensor]) -> None:
-        if not moved and not flops:
+    def _count(self, cost: OpCost, made: Iterable[torch.Tensor]) -> None:
+        if not cost.bytes and not cost.flops:
             return
-        self.work.flops.append(flops)
-        self.work.bytes.append(moved)
+        self.work.append(cost)
         for tensor in made:
             storage = tensor.untyped_storage()
             key, nbytes = storage._cdata, storage.nbytes()
@@ -133,6 +144,12 @@ class WorkMeter(TorchDispatchMode):
     def _let_go(self, key: int, nbytes: int) -> None:
         self._seen.discard(key)
         self.alive_bytes -= nbytes
+
+
+def _kind_of(func: Any, flops: int) -> Literal["product", "attention", "copy", "function"]:
+    if flops:
+        return "attention" if "attention" in func.__name__ else "product"
+    return "copy" if func._overloadpacket in _COPIES else "function"
 
 
 @functools.cache
@@ -153,7 +170,7 @@ def _shape_of(value: Any) -> Any:
     return type(value), value  # 1, 1.0 and True are equal, and make different dtypes
 
 
-def _recipe_of(output: Any, flops: int, moved: int) -> _Recipe | None:
+def _recipe_of(output: Any, cost: OpCost) -> _Recipe | None:
     """None where the outputs are something else than new tensors without gaps, all on the meta device."""
     single = isinstance(output, torch.Tensor)
     made = (output,) if single else output
@@ -163,7 +180,7 @@ def _recipe_of(output: Any, flops: int, moved: int) -> _Recipe | None:
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         if tensor.untyped_storage().nbytes() != ((last + 1) * tensor.itemsize if tensor.numel() else 0):
             return None
-    return _Recipe(tuple((t.shape, t.stride(), t.dtype) for t in made), single, flops, moved)
+    return _Recipe(tuple((t.shape, t.stride(), t.dtype) for t in made), single, cost)
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:

@@ -52,7 +52,7 @@ def as_dict(rehearsal: DryRunResult) -> dict[str, Any]:
         "memory": memory(rehearsal),
         "host_bytes": rehearsal.host_bytes,
         "traffic": {kind: traffic.as_dict() for kind, traffic in rehearsal.predicted.items()},
-        "flops": sum(rehearsal.work.flops),
+        "flops": sum(op.flops for op in rehearsal.work),
         "moves": list(rows(rehearsal, waits=True)),
     }
 

@@ -81,8 +81,7 @@ class _StreamClocks:
 
     def __init__(self, rehearsal: DryRunResult, cluster: Cluster) -> None:
         self.rehearsal, self.cluster, self.held = rehearsal, cluster, defaultdict(int, rehearsal.held)
-        ops = zip(rehearsal.work.flops, rehearsal.work.bytes, strict=True)
-        self.until = [0.0, *itertools.accumulate(cluster.op_seconds(flops, moved) for flops, moved in ops)]
+        self.until = [0.0, *itertools.accumulate(map(cluster.op_seconds, rehearsal.work))]
         self.now, self.done_ops = 0.0, 0
         self.free: dict[str, float] = defaultdict(float)
         self.under_way: dict[tuple[str, str], deque[SimulatedSpan]] = defaultdict(deque)
@@ -94,21 +93,35 @@ class _StreamClocks:
         self.line = SimulatedTimeline()
 
     def play(self) -> SimulatedTimeline:
-        play = {"launch": self._launch, "wait": self._wait, "copy": self._copy}
-        play |= {"step": self._step, "publish": self._publish}
+        """The step; where it leaves something under way, the second of two, which finds what the first has left."""
+        late, began = set(map(id, left_under_way(self.rehearsal.events))), 0.0
+        if late:
+            self._play_once(late)
+            began, self.line.spans = self.now, [span for queue in self.under_way.values() for span in queue]
+        self._play_once(late)
+        next_steps = {id(span) for queue in self.under_way.values() for span in queue} if late else set()
+        self.line.spans = [span for span in self.line.spans if id(span) not in next_steps]
+        for span in self.line.spans:
+            span.start, span.end = span.start - began, span.end - began
+        self.line.seconds = self.now - began
+        return self.line
+
+    def _play_once(self, late: set[int]) -> None:
+        """All events, from now on. What is ``late`` is published bucket by bucket, each when it has been stepped on."""
+        play = {"launch": self._launch, "wait": self._wait, "copy": self._copy, "publish": self._publish}
+        elements = [event.sent.elements for event in self.rehearsal.events if id(event) in late and event.sent]
+        self.done_ops = self.stepped = 0
         if self.rehearsal.delayed:
             self._step_on_host(self.host_elements, "")
-        # The step before has left these under way, as this one does: its own are the next step's matter.
-        late = left_under_way(self.rehearsal.events)
-        for event in late:
-            self._launch(event)
         for event in self.rehearsal.events:
             self._compute(int(event.at))
-            if event.what in play and not any(event is other for other in late):
+            if id(event) in late and event.sent is not None:
+                self._step(event.sent.elements / sum(elements))
+            if event.what == "step" and not late:
+                self._step(1.0)
+            elif event.what in play:
                 play[event.what](event)
         self._compute(len(self.until) - 1)
-        self.line.seconds = self.now
-        return self.line
 
     def _run(self, lane: str, what: str, where: str, seconds: float) -> SimulatedSpan:
         """Behind what is on the lane already; the device itself is busy as long as it computes."""
@@ -186,15 +199,12 @@ class _StreamClocks:
         """Bytes of what the CPU steps on, in memory or in files; how long a disk takes is not simulated."""
         return self.held[f"host_{states}"] + self.held[f"file_{states}"]
 
-    def _step(self, event: Event) -> None:
-        """The device's own optimizer step: one pass over what it keeps."""
+    def _step(self, part: float) -> None:
+        """A part of the device's own optimizer step: one pass over what it keeps."""
         moved = STEP_PASSES * (self.held["masters"] + self.held["moments"])
         if moved:
             moved += self.rehearsal.memory.get("gradients", 0)
-        bandwidth = self.cluster.memory_bandwidth
-        if self.cluster.device_type == "cpu":  # the device's memory is the host's, which its ranks share
-            bandwidth = self.cluster.host_memory_bandwidth / self.rehearsal.nodes.per_node
-        self._run("compute", "optimizer step", "", self._beside_the_network(moved / bandwidth))
+        self._run("compute", "optimizer step", "", self._beside_the_network(part * moved / self.cluster.copy_bandwidth))
 
     def _publish(self, event: Event) -> None:
         """The step is over when the new parameters are there; those that stay in host memory, too."""
@@ -277,7 +287,7 @@ class Simulated:
         line, nodes, cluster = self.timeline, self.rehearsal.nodes, self.cluster
         speed = f", {short_number(self.tokens / line.seconds)} tokens/s" if self.tokens else ""
         # Recomputation counts as work here.
-        reached = sum(self.rehearsal.work.flops) / (line.seconds * cluster.flops)
+        reached = sum(op.flops for op in self.rehearsal.work) / (line.seconds * cluster.flops)
         room = f"{short_bytes(cluster.memory_bytes)}: {'fits' if self.fits else 'DOES NOT FIT'}"
         if self.rehearsal.host_bytes:
             room += f"; host {short_bytes(self.host_bytes_per_node)} of {short_bytes(cluster.host_bytes)}"

@@ -225,8 +225,10 @@ def test_ranks_probe_one_cluster(ranks):
     first, second = ranks.run(measure, world_size=2)
     assert first == second and first.name == "probed"
     assert (first.ranks_per_node, first.device_type) == (2, "cpu")
-    for name in ("flops", "memory_bandwidth", "inside_bandwidth", "host_memory_bandwidth", "op_overhead"):
+    for name in ("flops", "memory_bandwidth", "inside_bandwidth", "host_memory_bandwidth", "op_overhead",
+                 "send_overhead", "attention_speed"):  # fmt: skip
         assert getattr(first, name) > 0, name
+    assert first.attention_speed <= 1
     assert 1e6 < first.inside_bandwidth < 1e12 and 1e-8 < first.op_overhead < 1e-1
 
 

@@ -12,7 +12,7 @@ from deepzero.offload.copy_streams import FETCH, TO_DEVICE
 from deepzero.planning import plan
 from deepzero.planning.clusters import PRESETS, RANKS, Cluster, find_cluster, read_cluster
 from deepzero.planning.dry_run import DryRunResult, launched
-from deepzero.planning.op_cost import Work
+from deepzero.planning.op_cost import OpCost
 from deepzero.planning.simulate import play, simulate
 
 SIMPLE = Cluster(
@@ -31,10 +31,15 @@ CLUSTER = Cluster(
 
 
 def test_an_op_takes_what_its_operations_memory_or_launch_take():
-    assert SIMPLE.op_seconds(flops=1e12, moved=1e6) == 2.0
-    assert SIMPLE.op_seconds(flops=1e6, moved=3e9) == 3.0
-    slow = dataclasses.replace(SIMPLE, op_overhead=0.25)
-    assert (slow.op_seconds(flops=0, moved=1e6), slow.op_seconds(flops=0, moved=1e9)) == (0.25, 1.0)
+    product, copied = OpCost(10**12, 10**6, "product"), OpCost(0, 3 * 10**6, "copy")
+    assert SIMPLE.op_seconds(product) == 2.0
+    assert SIMPLE.op_seconds(OpCost(10**6, 3 * 10**9, "product")) == 3.0
+    slow = dataclasses.replace(SIMPLE, op_overhead=0.25, attention_speed=0.4)
+    assert [slow.op_seconds(OpCost(0, moved, "function")) for moved in (10**6, 10**9)] == [0.25, 1.0]
+    assert [slow.op_seconds(product._replace(kind=kind)) for kind in ("product", "attention")] == [2.0, 5.0]
+    # What only copies goes at the memory's speed, which on CPUs is the host's, shared by 4 ranks.
+    cpu = dataclasses.replace(SIMPLE, device_type="cpu")
+    assert [cluster.op_seconds(copied) for cluster in (SIMPLE, cpu)] == [3e6 / 1e9, 3e6 / (1e6 / 4)]
 
 
 @pytest.mark.parametrize(("given", "nodes", "seconds"), [
@@ -71,7 +76,7 @@ def file_of(**changes):
 @pytest.mark.parametrize(("text", "content", "said"), [
     ("h200", None, "cluster=h200: there are h100, azure_nc24r, dgx_2h"),
     ("", None, "there are h100"),
-    ("h100,bandwidth=3", None, "'bandwidth' is no field; there are between_latency"),
+    ("h100,bandwidth=3", None, "'bandwidth' is no field; there are attention_speed, between_latency"),
     ("h100,flops", None, "flops= is no number"),
     ("h100,flops=fast", None, "flops=fast is no number"),
     ("h100,flops=nan", None, "flops=nan must be positive"),
@@ -116,7 +121,7 @@ def step_of(events, ops, **changes):
     """Op n moves ``ops[n]`` bytes, of which the device moves 10 a second."""
     made = DryRunResult(
         rank=0, nodes=Nodes(2, 2), device_type="cuda", stage=3, model_numel=100, events=events, recording=[],
-        work=Work([0] * len(ops), ops), plan=None, memory={"parameters": 100, "gradients": 40},
+        work=[OpCost(0, moved, "function") for moved in ops], plan=None, memory={"parameters": 100, "gradients": 40},
         held={"parameters": 100}, peak_bytes=300, traffic={},
         predicted={GATHER: Traffic(2, 100, 0, 200)}, host_bytes=0, trail=[launched(e) for e in events],
         gradients=[], points=[], fetched={"bucket 0": "wte", "bucket 1": "blocks.0"},
@@ -148,6 +153,17 @@ def test_what_is_not_overlapped_is_waited_for(events, ops, seconds, exposed):
     assert line.exposed_by_kind() == pytest.approx(exposed)
     assert line.exposed_seconds == pytest.approx(sum(exposed.values()))
     assert line.network_seconds == pytest.approx(sum(e.sent.bytes for e in events if e.what == "launch") / 10)
+
+
+def test_what_is_published_under_way_leaves_as_its_part_of_the_step_is_done():
+    gather, step = "parameters.all_gather", Event("step", "", "", None, 1)
+    events = [wait(gather, 0), wait(gather, 1, 1), launch(gather, 0, 40, 1), launch(gather, 1, 20, 1), step]
+    line = played(events, [10], held={"masters": 20, "moments": 40}, memory={})
+    # 8 + 4 seconds of the optimizer: the first bucket leaves 4 seconds before their end, the second with it, and the
+    # first is there: the next step waits for the second, beside its one second of computing.
+    assert line.seconds == pytest.approx(12 + 2)
+    assert line.exposed_by_kind() == pytest.approx({gather: 1})
+    assert line.network_seconds == pytest.approx(6) and line.compute_seconds == pytest.approx(13)
 
 
 @pytest.mark.parametrize(("overhead", "ops", "at", "seconds"), [

@@ -28,7 +28,7 @@ def test_operations_are_those_that_torch_counts_itself():
     # torch does not count the CPU's fused attention; the meta device takes it apart into products that it counts.
     width, length, batch = SMALL.n_embd, SMALL.block_size, 4
     attention = SMALL.n_layer * batch * length * length * width
-    products = sum(meter.work.flops)
+    products = sum(op.flops for op in meter.work)
     without = torchs.get_total_flops()
     assert without < products <= without + 14 * attention
 
@@ -40,7 +40,7 @@ def test_six_operations_for_a_parameter_and_token():
     with WorkMeter() as meter, fused_attention():
         one_step(model, "meta")
     tokens = 4 * SMALL.block_size
-    ratio = sum(meter.work.flops) / (6 * in_products * tokens)
+    ratio = sum(op.flops for op in meter.work) / (6 * in_products * tokens)
     assert 1.0 < ratio < 1.3  # the rest is attention
 
 
@@ -50,15 +50,18 @@ def test_known_ops():
         a @ b
         a.t()  # a view: neither work nor memory
         F.relu(a)
-    assert meter.work.flops == [0, 0, 2 * 8 * 16 * 4, 0]
-    assert meter.work.bytes == [4 * 128, 4 * 64, 4 * (128 + 64 + 32), 4 * (128 + 128)]
+        torch._foreach_copy_([a], [a + 1])  # it returns nothing
+    moved = [4 * 128, 4 * 64, 4 * (128 + 64 + 32), 4 * (128 + 128)]
+    assert [op.flops for op in meter.work] == [0, 0, 2 * 8 * 16 * 4, 0, 0, 0]
+    assert [op.bytes for op in meter.work] == [*moved, 4 * (128 + 128), 4 * (128 + 128)]
+    assert [op.kind for op in meter.work] == ["function", "function", "product", "function", "copy", "copy"]
 
 
 def test_a_stretched_dimension_is_read_once():
     with WorkMeter() as meter:
         row = torch.empty(1, 64, device="meta").expand(1000, 64)
         row.sum(0)
-    assert meter.work.bytes[-1] == 4 * (64 + 64)
+    assert meter.work[-1].bytes == 4 * (64 + 64)
 
 
 def test_asked_again_an_op_costs_and_makes_the_same():
@@ -66,11 +69,11 @@ def test_asked_again_an_op_costs_and_makes_the_same():
         a = torch.empty(8, 16, device="meta")
         outputs = [F.layer_norm(a.t(), (8,)) for _ in range(2)]
         kinds = [a + 1, a + 1.0, a.to(torch.int64) + 1, a.to(torch.int64) + True]
-    half = len(meter.work.bytes) // 2
+    half = len(meter.work) // 2
     assert outputs[0].shape == outputs[1].shape and outputs[0].stride() == outputs[1].stride()
     assert outputs[0].untyped_storage()._cdata != outputs[1].untyped_storage()._cdata
     assert [t.dtype for t in kinds] == [torch.float32] * 2 + [torch.int64] * 2
-    assert half > 2 and meter.work.bytes[1] == meter.work.bytes[2]
+    assert half > 2 and meter.work[1] == meter.work[2]
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
@@ -94,7 +97,7 @@ def test_memory_in_use(device):
 def test_another_device_is_not_counted():
     with WorkMeter() as meter:
         torch.zeros(10) + 1
-    assert meter.work.flops == [] and meter.peak_bytes == 0
+    assert meter.work == [] and meter.peak_bytes == 0
 
 
 def test_attention_is_one_kernel_while_that_lasts():
@@ -105,5 +108,6 @@ def test_attention_is_one_kernel_while_that_lasts():
         output = F.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True)
         real = F.scaled_dot_product_attention(*[torch.ones(1, 1, 4, 8)] * 3)
     assert output.shape == q.shape and real.shape == (1, 1, 4, 8)
+    assert [op.kind for op in meter.work if op.flops] == ["attention"]
     assert meter.peak_bytes < 4 * 4 * 512 * 512  # no matrix of 512 by 512 per head
     assert F.scaled_dot_product_attention is original
