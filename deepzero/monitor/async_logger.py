@@ -24,12 +24,10 @@ from typing import Any, Literal, Protocol
 
 from deepzero.utils.threads import start_thread
 
-ROOM = 10_000
-"""Entries that may wait, some 20 MB: a minute of a logger that stands still, of steps of 6 ms."""
+ROOM = 10_000  # entries that may wait, some 20 MB: a minute of a logger that stands still, of steps of 6 ms
 START_SECONDS = 10.0
 """The loop begins when the loggers are there, so that their imports do not disturb its first steps, or after this."""
-FINISH_SECONDS = 120.0
-"""At the end of a run, for everything that still has to be written or sent."""
+FINISH_SECONDS = 120.0  # at the end of a run, for everything that still has to be written or sent
 STOP_SECONDS = 10.0
 """The same for a run that failed or was asked to stop: it has 20 seconds in all, a checkpoint included."""
 PAUSE_SECONDS = 1.0
@@ -76,8 +74,7 @@ class Background:
         """Entries; seconds; an instant of ``time.monotonic``, once the end is announced."""
         self._news: collections.deque[str] = collections.deque()
         self._failed, self._left_out = False, 0
-        self._ready, self._hurry = threading.Event(), threading.Event()
-        """The sink is built, or has failed; no pauses."""
+        self._ready, self._hurry = threading.Event(), threading.Event()  # the sink is built, or has failed; no pauses
         self._thread = start_thread(self._work, f"deepzero-{name}", make)
 
     # ---- the loop's side ---------------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ import torch
 
 from deepzero.version import __version__
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-"""Of the sources; an installed package has none."""
+CHECKOUT = Path(__file__).resolve().parents[2]  # of the sources; an installed package has none
 GIT_SECONDS = 2.0
 
 

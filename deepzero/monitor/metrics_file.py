@@ -28,10 +28,8 @@ from deepzero.monitor.environment import environment
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
-ERROR = "error.txt"
-"""The whole traceback of a run that failed."""
-TIMELINE = "timeline.json"
-"""The memory of one step, event by event."""
+ERROR = "error.txt"  # the whole traceback of a run that failed
+TIMELINE = "timeline.json"  # the memory of one step, event by event
 REPORT = "report.html"
 STOPPED = "stopped by SIG"
 """So the reason begins, in whichever process it is said, where a signal has ended the run and no fault."""

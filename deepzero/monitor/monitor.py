@@ -38,13 +38,10 @@ class Workload:
 
     total_steps: int
     tokens_per_step: int
-    flops_per_token: float
-    """Forward and backward."""
+    flops_per_token: float  # forward and backward
     world_size: int
-    peak_flops: float | None
-    """One device's, per second."""
-    bytes_per_token: float | None
-    """For bits per byte."""
+    peak_flops: float | None  # one device's, per second
+    bytes_per_token: float | None  # for bits per byte
 
 
 @dataclass
@@ -54,17 +51,13 @@ class Monitor:
     workload: Workload
     run_dir: Path
     sinks: list[Sink] = field(default_factory=list)
-    terminal: Terminal | None = None
-    """Also one of the sinks; None on ranks that are silent."""
+    terminal: Terminal | None = None  # also one of the sinks; None on ranks that are silent
     started: float = field(default_factory=time.perf_counter)
     tokens_seen: int = 0
     validations: list[float] = field(default_factory=list)
-    last: dict[str, Any] = field(default_factory=dict)
-    """The last step's entry."""
-    first_step: int = 0
-    """Steps that were taken before this start of the run."""
-    left_out: int = 0
-    """Entries that ``metrics.jsonl`` could not take."""
+    last: dict[str, Any] = field(default_factory=dict)  # the last step's entry
+    first_step: int = 0  # steps that were taken before this start of the run
+    left_out: int = 0  # entries that `metrics.jsonl` could not take
 
     def line(self, text: str) -> None:
         """Tell the person at the terminal."""

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from deepzero.config.run import LoggerConfig
 
-LIMIT = 128
-"""Characters of a name; W&B's limit for the names of projects and groups, and more than a table shows."""
+LIMIT = 128  # characters of a name; W&B's limit for the names of projects and groups, and more than a table shows
 _ELSEWHERE = ("hydra.", "logger", "launch.device", "launch.max_restarts")
 """How it is watched and where it lies says nothing about a run."""
 

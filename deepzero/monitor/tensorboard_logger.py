@@ -18,8 +18,7 @@ from deepzero.monitor.terminal import ledger_table
 from deepzero.utils.formatting import flatten
 
 FOLDER = "tensorboard"
-WATCHED = ("train/loss", "train/tokens_per_second", "validation/val_loss")
-"""Columns of the HParams view."""
+WATCHED = ("train/loss", "train/tokens_per_second", "validation/val_loss")  # columns of the HParams view
 
 
 class TensorBoard:

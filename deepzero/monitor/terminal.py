@@ -17,8 +17,7 @@ from deepzero.comm.ledger import side_of
 from deepzero.monitor.async_logger import Kind
 from deepzero.utils.formatting import short_bytes, short_number
 
-Row = tuple[str, float | None, float, str]
-"""Of the ledger: what, bytes predicted and measured, a note."""
+Row = tuple[str, float | None, float, str]  # of the ledger: what, bytes predicted and measured, a note
 NOTES = {
     "gathered": "the most at any time of a step",
     "activations": "residual of the peak",
@@ -46,8 +45,7 @@ class Terminal:
         self._stream = stream if stream is not None else sys.stdout
         self._total, self._log_every = total_steps, log_every
         self._bar: Any = None
-        self._lost = False
-        """Standard output has failed, and it was said."""
+        self._lost = False  # standard output has failed, and it was said
         if isinstance(self._stream, io.TextIOWrapper):
             # A sample may hold characters that this stream's encoding has not; that must not end a run.
             self._stream.reconfigure(errors="replace")

@@ -31,12 +31,9 @@ MODES: dict[str, WandbMode] = {
 }  # fmt: skip
 """Words of ``WANDB_MODE``, W&B's old ones for two of them included."""
 FOLDER = "wandb"
-RUN_ID = "run_id"
-"""A file in ``wandb/`` of the run folder."""
-TRACES = "traces"
-"""The profiler's files in the run folder, which go along, as the report does."""
-START_SECONDS = 30.0
-"""An online run that W&B's server has not accepted after this long goes on without W&B."""
+RUN_ID = "run_id"  # a file in `wandb/` of the run folder
+TRACES = "traces"  # the profiler's files in the run folder, which go along, as the report does
+START_SECONDS = 30.0  # an online run that W&B's server has not accepted after this long goes on without W&B
 TABLES = {
     "memory": ("Bytes held by one rank", ("category", "predicted_bytes", "measured_bytes", "measured/predicted")),
     "communication": (

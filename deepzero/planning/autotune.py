@@ -29,14 +29,10 @@ from deepzero.planning.search_space import FAMILIES, Question, Space, words_of
 from deepzero.planning.simulate import Simulated, simulate
 from deepzero.utils.formatting import short_bytes, short_number
 
-STRAIGHT = 3
-"""Micro-batches of a step up to which it is rehearsed as it is."""
-SURE = 0.85
-"""Of estimated activations: so much there will be at least."""
-WAITS = 0.05
-"""Of the step: a fastest setting that waits longer is tried with a larger micro-batch."""
-ENOUGH = 0.99
-"""Of the best throughput: a smaller micro-batch that reaches it is taken."""
+STRAIGHT = 3  # micro-batches of a step up to which it is rehearsed as it is
+SURE = 0.85  # of estimated activations: so much there will be at least
+WAITS = 0.05  # of the step: a fastest setting that waits longer is tried with a larger micro-batch
+ENOUGH = 0.99  # of the best throughput: a smaller micro-batch that reaches it is taken
 NOTHING_FITS = "nothing fits"
 
 
@@ -45,14 +41,11 @@ class Option:
     """One setting, rehearsed."""
 
     setting: Setting
-    words: tuple[str, ...]
-    """Overrides that make it: the user's, then ours."""
+    words: tuple[str, ...]  # overrides that make it: the user's, then ours
     simulated: Simulated
     step_seconds: float
-    tokens: int
-    """Of an optimizer step."""
-    straight_line: bool
-    """Drawn out from two and three micro-batches."""
+    tokens: int  # of an optimizer step
+    straight_line: bool  # drawn out from two and three micro-batches
 
     @property
     def tokens_per_second(self) -> float:
@@ -65,15 +58,12 @@ class Refused:
     """A stage and offload of which nothing fits, or that does not go with what was given."""
 
     setting: Setting
-    memory: dict[str, int]
-    """Bytes of one rank by category, at the smallest; empty where ``reason`` says all."""
-    too_much: float
-    """Bytes beyond what may be used, of a device or of a node's host; 0 where ``reason`` says all."""
+    memory: dict[str, int]  # bytes of one rank by category, at the smallest; empty where `reason` says all
+    too_much: float  # bytes beyond what may be used, of a device or of a node's host; 0 where `reason` says all
     on_host: bool
     rehearsed: bool
     reason: str = ""
-    buffers: int = 0
-    """Bytes that come on top by estimate, where nothing was rehearsed."""
+    buffers: int = 0  # bytes that come on top by estimate, where nothing was rehearsed
 
 
 @dataclass
@@ -82,13 +72,10 @@ class TuningAdvice:
 
     question: Question
     numel: int
-    options: list[Option] = field(default_factory=list)
-    """What fits, the fastest first."""
+    options: list[Option] = field(default_factory=list)  # what fits, the fastest first
     refused: list[Refused] = field(default_factory=list)
-    waiting: list[Estimate] = field(default_factory=list)
-    """What may fit, and was not rehearsed for want of time."""
-    help: list[str] = field(default_factory=list)
-    """Where nothing fits: what would."""
+    waiting: list[Estimate] = field(default_factory=list)  # what may fit, and was not rehearsed for want of time
+    help: list[str] = field(default_factory=list)  # where nothing fits: what would
     took: float = 0.0
 
 

@@ -36,12 +36,9 @@ from deepzero.device import accelerator_of
 from deepzero.planning.clusters import Cluster
 from deepzero.planning.op_cost import OpCost, WorkMeter
 
-SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23)
-"""Bytes that a rank contributes to a collective."""
-ROWS, WIDTH = 512, 1024
-"""Of the layers that are timed: a micro-batch's tokens, a model's width."""
-ROUNDS = 5
-"""The median of so many counts."""
+SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23)  # bytes that a rank contributes to a collective
+ROWS, WIDTH = 512, 1024  # of the layers that are timed: a micro-batch's tokens, a model's width
+ROUNDS = 5  # the median of so many counts
 
 
 def probe(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Cluster:

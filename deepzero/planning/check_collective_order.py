@@ -25,10 +25,8 @@ class Difference:
 
     rank: int
     reference: int
-    number: int
-    """Of the first collective that differs, from 1 on; 0: all are alike, and what is computed differs."""
-    expected: str
-    """What the reference launches there, and for which module."""
+    number: int  # of the first collective that differs, from 1 on; 0: all are alike, and what is computed differs
+    expected: str  # what the reference launches there, and for which module
     found: str
 
     def __str__(self) -> str:

@@ -30,24 +30,17 @@ class Cluster:
 
     name: str
     ranks_per_node: int
-    flops: float
-    """Of one device per second, in 16-bit matrix products: the maker's peak."""
-    efficiency: float
-    """What part of the peak real matrix products reach."""
+    flops: float  # of one device per second, in 16-bit matrix products: the maker's peak
+    efficiency: float  # what part of the peak real matrix products reach
     memory_bytes: float
     memory_bandwidth: float
-    inside_bandwidth: float
-    """Of one rank's link inside its node."""
-    node_bandwidth: float
-    """Of all that leaves a node."""
+    inside_bandwidth: float  # of one rank's link inside its node
+    node_bandwidth: float  # of all that leaves a node
     inside_latency: float
     between_latency: float
-    host_bytes: float
-    """Memory of one node's host."""
-    host_bandwidth: float
-    """Between a device and its host, for one rank."""
-    host_memory_bandwidth: float
-    """Of a node's host memory, which its ranks share when the CPU steps."""
+    host_bytes: float  # memory of one node's host
+    host_bandwidth: float  # between a device and its host, for one rank
+    host_memory_bandwidth: float  # of a node's host memory, which its ranks share when the CPU steps
     device_type: str = "cuda"
     op_overhead: float = 0.0
     """Seconds that no op takes less than: launching it, where nothing runs ahead. 0 where a GPU's queue is never empty;
@@ -104,8 +97,7 @@ DGX_2H = Cluster(
     host_bytes=1.5e12, host_bandwidth=12e9, host_memory_bandwidth=200e9,
 )  # fmt: skip
 PRESETS = {cluster.name: cluster for cluster in (H100_HDR, AZURE_NC24R, DGX_2H)}
-RANKS = {"azure_nc24r": 32, "dgx_2h": 128}
-"""As the post's table has them."""
+RANKS = {"azure_nc24r": 32, "dgx_2h": 128}  # as the post's table has them
 _MAY_BE_ZERO = ("inside_latency", "between_latency", "op_overhead", "send_overhead")
 _OPTIONAL = {"op_overhead", "send_overhead", "attention_speed"}  # files of earlier probes lack some
 _NUMBERS = {f.name for f in dataclasses.fields(Cluster)} - {"name", "device_type"}

@@ -39,8 +39,7 @@ from deepzero.runtime.zero.parameter_all_gather import TO_REPLICAS
 from deepzero.runtime.zero.partition_parameters import Init
 from deepzero.runtime.zero.stage3 import ZeroStage3
 
-STEPS = 2
-"""The first records, the second follows the plan; all later ones are like the second."""
+STEPS = 2  # the first records, the second follows the plan; all later ones are like the second
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,7 @@ class ClusterShape:
     """Number of ranks, how they share machines, and the kind of device."""
 
     world_size: int
-    ranks_of_host: int
-    """R, ranks that share a machine, unless ``comm.ranks_per_node`` says otherwise."""
+    ranks_of_host: int  # R, ranks that share a machine, unless `comm.ranks_per_node` says otherwise
     device_type: Literal["cpu", "cuda"] = "cuda"
 
 
@@ -74,44 +72,31 @@ class DryRunResult:
 
     rank: int
     nodes: Nodes
-    device_type: str
-    """What the ranks run on: cpu or cuda. Buffers, kernels and ways of summing differ."""
+    device_type: str  # what the ranks run on: cpu or cuda. Buffers, kernels and ways of summing differ.
     stage: int
     model_numel: int
-    events: list[Event]
-    """Of the last step, in order; ``at`` counts ops, see :attr:`work`."""
-    recording: list[Event]
-    """Of the first step."""
-    work: list[OpCost]
-    """Of the last step: ops, numbered as the events count them."""
-    plan: FetchPlan | None
-    """Stage 3: what the last step followed."""
-    memory: dict[str, int]
-    """Bytes of model state and buffers by category: the ledger's closed forms."""
-    held: dict[str, int]
-    """The same as counted in the rehearsal: the most that was held of each."""
+    events: list[Event]  # of the last step, in order; `at` counts ops, see :attr:`work`
+    recording: list[Event]  # of the first step
+    work: list[OpCost]  # of the last step: ops, numbered as the events count them
+    plan: FetchPlan | None  # stage 3: what the last step followed
+    memory: dict[str, int]  # bytes of model state and buffers by category: the ledger's closed forms
+    held: dict[str, int]  # the same as counted in the rehearsal: the most that was held of each
     peak_bytes: int
     """On the device, the most that was alive at any time of the last step, activations and temporaries included."""
-    traffic: dict[str, Traffic]
-    """Of the last step, as counted on this rank."""
-    predicted: dict[str, Traffic]
-    """Of any step, by the closed forms, mean over ranks."""
-    host_bytes: int
-    """In host memory."""
+    traffic: dict[str, Traffic]  # of the last step, as counted on this rank
+    predicted: dict[str, Traffic]  # of any step, by the closed forms, mean over ranks
+    host_bytes: int  # in host memory
     trail: list[tuple[str, str, int, int]]
     """Every collective of the last step, in order: kind, where, how many take part, elements that a rank sends. The
     same on all ranks, or they hang. (Of what goes to replicas ranks send different numbers: 0 stands for all.)"""
-    gradients: list[str]
-    """Parameters that got one in the last step, in the order in which they came."""
+    gradients: list[str]  # parameters that got one in the last step, in the order in which they came
     points: list[dict[str, Any]]
     """What was held after each event of the last step, where that was asked for: see ``profiling/step_recorder.py``."""
-    fetched: dict[str, str]
-    """What stage 3 fetches and releases: ``bucket 3`` → the parameters that lie in it."""
+    fetched: dict[str, str]  # what stage 3 fetches and releases: `bucket 3` → the parameters that lie in it
     reduced: dict[str, str]
     """The same of what is reduced, and of what is published whole; several groups may have a bucket of a number."""
     micro_batches: int
-    delayed: bool = False
-    """The CPU steps beside the next step's forward and backward pass."""
+    delayed: bool = False  # the CPU steps beside the next step's forward and backward pass
 
     def name_of(self, event: Event) -> str:
         """The parameters that an event is about, for people; empty where it is about none, or about all."""

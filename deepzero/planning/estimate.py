@@ -40,8 +40,7 @@ DEPTHS = (4, 8)
 blocks the peak is not among them, but at the logits.)"""
 MICRO_BATCHES = (1, 4, 8)
 """Sequences of the probes. With one the peak is often that of a weight's gradient, and later that of activations."""
-BACKWARD = 2 / 3
-"""Of the time of a micro-batch: two matrix products where the forward pass has one."""
+BACKWARD = 2 / 3  # of the time of a micro-batch: two matrix products where the forward pass has one
 BUFFERS = {0: 3, 1: 3, 2: 3, 3: 6}
 """Buckets, and in stage 3 what is gathered, by stage: about so many times the largest bucket."""
 
@@ -55,8 +54,7 @@ class Setting:
     checkpointing: bool
     micro_batch: int
     accumulation: int = 1
-    extra: tuple[str, ...] = ()
-    """Further overrides, as on the command line: bucket sizes, ZeRO++."""
+    extra: tuple[str, ...] = ()  # further overrides, as on the command line: bucket sizes, ZeRO++
 
     @property
     def family(self) -> tuple[int, Offloaded]:
@@ -69,12 +67,9 @@ class Estimate:
     """Memory and time of one setting, estimated."""
 
     setting: Setting
-    memory: dict[str, int]
-    """Bytes of one rank by category: closed forms, and ``activations``."""
-    buffers: int
-    """Bytes: a guess, and so no part of ``memory``."""
-    seconds: float
-    """Of an optimizer step."""
+    memory: dict[str, int]  # bytes of one rank by category: closed forms, and `activations`
+    buffers: int  # bytes: a guess, and so no part of `memory`
+    seconds: float  # of an optimizer step
     tokens_per_second: float
 
     @property

@@ -48,10 +48,8 @@ _COPIES = {
 class OpCost(NamedTuple):
     """What one op takes."""
 
-    flops: int
-    """Multiplications and additions, two for a fused pair."""
-    bytes: int
-    """Read and written."""
+    flops: int  # multiplications and additions, two for a fused pair
+    bytes: int  # read and written
     kind: Literal["product", "attention", "copy", "function"]
 
 
@@ -60,8 +58,7 @@ class _Recipe:
     """What an op makes of inputs of such shapes, and what it costs: a model of a hundred alike blocks asks again."""
 
     outputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
-    single: bool
-    """One tensor, not a tuple."""
+    single: bool  # one tensor, not a tuple
     cost: OpCost
 
 

@@ -26,8 +26,7 @@ OFFLOADS: dict[Offloaded, tuple[str, ...]] = {
 FIRST_STAGE: dict[Offloaded, int] = {"none": 0, "optimizer": 1, "optimizer_and_param": 3}
 FAMILIES = [(stage, offload) for offload in OFFLOADS for stage in range(FIRST_STAGE[offload], 4)]
 """Stages and what they offload."""
-LOSSY = {"qwz": (3,), "qgz": (1, 2, 3), "all": (3,)}
-"""ZeRO++'s choices that change bits, and their stages."""
+LOSSY = {"qwz": (3,), "qgz": (1, 2, 3), "all": (3,)}  # ZeRO++'s choices that change bits, and their stages
 _STAGE, _OFFLOAD, _CHECKPOINTING = "zero.stage", "zero.offload_", "model.activation_checkpointing"
 _MICRO, _GLOBAL = "train_micro_batch_size_per_gpu", "train_batch_size"
 _BUCKETS = ("zero.reduce_bucket_size", "zero.allgather_bucket_size")
@@ -39,22 +38,17 @@ _ZEROPP = ("zeropp", "zero.zero_", "zero.mics_", "zero.quantization.", "comm.ran
 class Question:
     """One request for advice: what the user has chosen, the cluster, the limits of the search."""
 
-    words: tuple[str, ...]
-    """The user's overrides, which stay."""
-    compose: Callable[[Sequence[str]], RunConfig]
-    """Overrides to settings: ``deepzero.training.command_line.compose``."""
+    words: tuple[str, ...]  # the user's overrides, which stay
+    compose: Callable[[Sequence[str]], RunConfig]  # overrides to settings: `deepzero.training.command_line.compose`
     make: MakeProgram
     cluster: Cluster
     world: ClusterShape
     headroom: float = HEADROOM
     global_batch: int | None = None
     """Sequences of an optimizer step; None: as the overrides say, or whatever is fastest."""
-    lossy: bool = False
-    """Try what changes bits."""
-    rehearsals: int = 12
-    """At most so many."""
-    seconds: float = 50.0
-    """No rehearsal begins that will not be over by then; but for the first."""
+    lossy: bool = False  # try what changes bits
+    rehearsals: int = 12  # at most so many
+    seconds: float = 50.0  # no rehearsal begins that will not be over by then; but for the first
     tell: Callable[[str], None] = lambda _: None
 
     @property

@@ -26,24 +26,20 @@ from deepzero.planning.clusters import Cluster
 from deepzero.planning.dry_run import DryRunResult
 from deepzero.utils.formatting import short_bytes, short_number, short_seconds
 
-STEP_PASSES = 2
-"""Masters and moments are read and written."""
+STEP_PASSES = 2  # masters and moments are read and written
 
 
 @dataclass
 class SimulatedSpan:
     """One piece of work on one lane, in seconds from the beginning of the step."""
 
-    lane: str
-    """compute, network, to_host, to_device, host."""
+    lane: str  # compute, network, to_host, to_device, host
     what: str
     where: str
     start: float
     end: float
-    exposed: float = 0.0
-    """How long the device stood still for it."""
-    slows: float = 0.0
-    """By what share it slows what the device computes meanwhile (0 to 1)."""
+    exposed: float = 0.0  # how long the device stood still for it
+    slows: float = 0.0  # by what share it slows what the device computes meanwhile (0 to 1)
 
 
 @dataclass
@@ -240,8 +236,7 @@ class Simulated:
     rehearsal: DryRunResult
     cluster: Cluster
     timeline: SimulatedTimeline
-    tokens: int | None
-    """Of a global batch."""
+    tokens: int | None  # of a global batch
 
     @property
     def device_bytes(self) -> int:

@@ -30,10 +30,8 @@ SETTLED = ("masters", "moments", "host_masters", "host_moments", "file_masters",
 """Categories that change at landmarks alone."""
 FREE_SECONDS = 0.05
 SHARE = 0.25
-MAX_POINTS = 2000
-"""Of one rank."""
-MAX_POINTS_TOGETHER = 20_000
-"""Of all ranks: what is gathered must stay small on a cluster, too."""
+MAX_POINTS = 2000  # of one rank
+MAX_POINTS_TOGETHER = 20_000  # of all ranks: what is gathered must stay small on a cluster, too
 
 
 def points_for(world_size: int) -> int:
@@ -49,17 +47,13 @@ def points_for(world_size: int) -> int:
 class Point(NamedTuple):
     """One event, and what was held after it."""
 
-    number: int
-    """Of the event within its step, from 0; numbers that are missing were thinned out, or not weighed."""
+    number: int  # of the event within its step, from 0; numbers that are missing were thinned out, or not weighed
     what: str
     kind: str
     where: str
-    seconds: float
-    """Since the beginning of the step, without the time that weighing took."""
-    held: dict[str, int]
-    """Bytes by category; categories without any are left out."""
-    device_bytes: int | None
-    """What the GPU's allocator had given out, activations included; None without GPU."""
+    seconds: float  # since the beginning of the step, without the time that weighing took
+    held: dict[str, int]  # bytes by category; categories without any are left out
+    device_bytes: int | None  # what the GPU's allocator had given out, activations included; None without GPU
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the point as ``timeline.json`` holds it."""
@@ -86,12 +80,9 @@ class StepRecorder:
         self.ledger, self.limit = ledger, limit
         self._device_bytes, self._clock = device_bytes, clock
         self.points: list[Point] = []
-        self.events = 0
-        """All of the step, whether weighed or not."""
-        self.seconds = self.spent_seconds = 0.0
-        """Of the step without weighing; of weighing."""
-        self.problem: str | None = None
-        """The first thing that went wrong; recording never stops a step."""
+        self.events = 0  # all of the step, whether weighed or not
+        self.seconds = self.spent_seconds = 0.0  # of the step without weighing; of weighing
+        self.problem: str | None = None  # the first thing that went wrong; recording never stops a step
         self._started = 0.0
         self._settled: dict[str, int] = {}
         self._largest: dict[str, tuple[int, int]] = {}

@@ -31,14 +31,10 @@ from deepzero.device import Accelerator, accelerator_of
 log = logging.getLogger(__name__)
 
 FOLDER = "traces"
-COMMUNICATION = "communication"
-"""Category and lane of the events that say when a collective was under way."""
-ASIDE = "delayed update"
-"""The same for what a thread does that torch's profiler does not see."""
-HELD = "held"
-"""Name of the counters of the memory timeline."""
-_FIRST_LANE = 1_000_000_000
-"""Number of the first lane: higher than any thread's."""
+COMMUNICATION = "communication"  # category and lane of the events that say when a collective was under way
+ASIDE = "delayed update"  # the same for what a thread does that torch's profiler does not see
+HELD = "held"  # name of the counters of the memory timeline
+_FIRST_LANE = 1_000_000_000  # number of the first lane: higher than any thread's
 _HEAD = 1 << 16
 _BEGIN = '"traceEvents": ['
 _SNAPSHOT_EVENTS = 100_000
@@ -130,8 +126,7 @@ class Recording:
         self._held, self._snapshots = held if cfg.memory else None, cfg.memory and accelerator.has_streams
         self._recorder: Recorder | None = None
         self._started_history = self._broken = False
-        self.tried = False
-        """A trace was written, or it was said why not."""
+        self.tried = False  # a trace was written, or it was said why not
 
     def drive(self, profiler: torch.profiler.profile, verb: Callable[[], None]) -> None:
         """Start, step or stop the profiler, and record when it does. **One that has failed is not touched again**:

@@ -15,24 +15,19 @@ from deepzero.profiling.trace_summary import GATHERS, REDUCTIONS, Gap, TraceSumm
 
 OF_STEP = 0.03
 OF_EXPOSED = 0.10
-AT_ONCE = 0.1
-"""A wait that begins after this part of the time from launch to completion follows its launch directly."""
-STOOD = 0.1
-"""Milliseconds: a shorter wait does not tell whether the messages had arrived before it."""
-FULL = 0.7
-"""Gathers that are under way for this part of forward and backward leave no room to launch them earlier."""
+AT_ONCE = 0.1  # a wait that begins after this part of the time from launch to completion follows its launch directly
+STOOD = 0.1  # milliseconds: a shorter wait does not tell whether the messages had arrived before it
+FULL = 0.7  # gathers that are under way for this part of forward and backward leave no room to launch them earlier
 PREFETCH, MICRO_BATCH = "zero.stage3_prefetch_bucket_size", "train_micro_batch_size_per_gpu"
 
 
 class Advice(NamedTuple):
     """One setting to try."""
 
-    key: str
-    """Of the configuration; empty where no setting helps."""
+    key: str  # of the configuration; empty where no setting helps
     direction: str
     reason: str
-    milliseconds: float
-    """Of an average step, what it is about."""
+    milliseconds: float  # of an average step, what it is about
 
 
 def advise(summary: TraceSummary) -> list[Advice]:

@@ -24,8 +24,7 @@ PHASES = ("forward", "backward", "boundary", "agree", "step", "publish")
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _NOTHING = Label("")
 
-Times = list[tuple[float, float]]
-"""(begin, end), sorted, not overlapping."""
+Times = list[tuple[float, float]]  # (begin, end), sorted, not overlapping
 
 
 class TraceError(ValueError):
@@ -42,8 +41,7 @@ class TraceSpan(NamedTuple):
     """Ours, or that of the range in which a GPU's kernel was launched; without a verb where there is none."""
     launched: float | None = None
     """When the call that launched a collective was over, where that is known; on a GPU, when it began."""
-    flight: float | None = None
-    """When the collective began: its launch and its wait have this in common."""
+    flight: float | None = None  # when the collective began: its launch and its wait have this in common
     cat: str = ""
     thread: Any = None
     call: Any = None
@@ -204,21 +202,17 @@ class Trace:
         self.on_gpu = any(span.cat == "kernel" for span in spans)
         self.steps = [TraceStep(int(mark.name.partition("#")[2]), mark.begin, mark.end) for mark in marks]
         self.phases: list[TraceSpan] = []
-        self.host_steps: list[TraceSpan] = []
-        """The optimizer's sub-groups in host memory, on the training thread."""
+        self.host_steps: list[TraceSpan] = []  # the optimizer's sub-groups in host memory, on the training thread
         for span in spans:
             if span.label.verb in PHASES and span.label.bucket is None and not span.label.note:
                 self.phases.append(span)
             elif span.label.verb == "step" and span.thread == marks[0].thread:
                 self.host_steps.append(span)
-        self.compute: Times = []
-        """On a CPU empty: see :meth:`computing`."""
-        self.operators: Times = []
-        """On a CPU: torch's operators on any thread, but for those that communicate."""
+        self.compute: Times = []  # on a CPU empty: see :meth:`computing`
+        self.operators: Times = []  # on a CPU: torch's operators on any thread, but for those that communicate
         self.communication: list[TraceSpan] = []
         self.copies: list[TraceSpan] = []
-        self.stands: list[TraceSpan] = []
-        """On a CPU: the launches and waits of the training thread."""
+        self.stands: list[TraceSpan] = []  # on a CPU: the launches and waits of the training thread
         if self.on_gpu:
             self._read_gpu(spans)
         else:

@@ -12,8 +12,7 @@ from deepzero.profiling.trace_summary import StepTimes, TraceSummary
 from deepzero.utils.formatting import short_bytes, text_columns
 
 WIDEST = 8
-APART = 0.05
-"""Of a step: ranks whose work differs by less are called equal."""
+APART = 0.05  # of a step: ranks whose work differs by less are called equal
 COLUMNS = ("step", "length", "compute", "operators", "commun.", "copies", "exposed", "overlap")
 NOTHING = "nothing: little of the steps is exposed"
 PARTS = {

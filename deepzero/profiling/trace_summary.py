@@ -16,10 +16,8 @@ from typing import NamedTuple
 
 from deepzero.profiling.trace_events import Times, Trace, TraceSpan, TraceStep, inside, length, minus, times_of, union
 
-GATHERS = ("parameters.all_gather_forward", "parameters.all_gather_backward")
-"""Stage 3's."""
-REDUCTIONS = "gradients."
-"""Begins the names of all reductions."""
+GATHERS = ("parameters.all_gather_forward", "parameters.all_gather_backward")  # stage 3's
+REDUCTIONS = "gradients."  # begins the names of all reductions
 
 
 class StepTimes(NamedTuple):
@@ -28,17 +26,13 @@ class StepTimes(NamedTuple):
     step: int
     length: float
     compute: float
-    operators: float
-    """On a GPU the same; on a CPU what of it torch's operators took. The rest is Python, data, files."""
+    operators: float  # on a GPU the same; on a CPU what of it torch's operators took. The rest is Python, data, files.
     communication: float
     copies: float
-    under_way: float
-    """One or both of them."""
+    under_way: float  # one or both of them
     exposed: float
-    exposed_copies: float
-    """What of it is put down to copies between host and device alone."""
-    host_steps: float
-    """The optimizer in host memory, on the training thread."""
+    exposed_copies: float  # what of it is put down to copies between host and device alone
+    host_steps: float  # the optimizer in host memory, on the training thread
 
     @property
     def hidden(self) -> float:
@@ -58,14 +52,10 @@ class Gap(NamedTuple):
     begin: float
     length: float
     phase: str
-    cause: TraceSpan
-    """What was waited for."""
-    lead: float | None = None
-    """How long before the gap the launching call was over; None: not known."""
-    first: bool = False
-    """The first gather of its step: nothing comes before it that it could hide behind."""
-    last: bool = False
-    """The last reduction of its step: no gradients come after it that it could hide behind."""
+    cause: TraceSpan  # what was waited for
+    lead: float | None = None  # how long before the gap the launching call was over; None: not known
+    first: bool = False  # the first gather of its step: nothing comes before it that it could hide behind
+    last: bool = False  # the last reduction of its step: no gradients come after it that it could hide behind
 
     @property
     def collective(self) -> tuple[int, float, str]:
@@ -78,8 +68,7 @@ class GapKind(NamedTuple):
 
     phase: str
     what: str
-    collectives: int
-    """How many of them, or of copies."""
+    collectives: int  # how many of them, or of copies
     total: float
     widest: Gap
 

@@ -16,10 +16,10 @@ DISTRIBUTION = {"hydra": "hydra-core", "torch_tb_profiler": "torch-tb-profiler"}
 """Modules whose distribution has another name."""
 
 
-def project():
-    """The table ``[project]`` of pyproject.toml."""
+def project(name="project"):
+    """A table of pyproject.toml."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
-    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[name]
 
 
 def names(lines):
@@ -71,6 +71,13 @@ def test_every_import_is_declared():
 def test_every_folder_is_packaged():
     folders = {path.parent for path in (ROOT / "deepzero").rglob("*.py")}
     assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+def test_every_file_of_another_kind_is_packaged():
+    patterns = project("tool")["setuptools"]["package-data"]["deepzero"]
+    files = {path for path in (ROOT / "deepzero").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    named = {path for pattern in patterns for path in (ROOT / "deepzero").glob(pattern)}
+    assert {path.name for path in files if path.suffix not in (".py", ".pyc") and path not in named} == set()
 
 
 def test_version_and_licence():

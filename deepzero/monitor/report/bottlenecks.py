@@ -11,10 +11,8 @@ from typing import NamedTuple
 from deepzero.monitor.report.run_data import EXPOSED, HIDDEN, Run, number
 from deepzero.utils.formatting import short_bytes, short_seconds
 
-MANY_CALLS = 8
-"""In a step: fewer are not many."""
-MUCH = 0.2
-"""From this part of a step on waiting is what limits it first."""
+MANY_CALLS = 8  # in a step: fewer are not many
+MUCH = 0.2  # from this part of a step on waiting is what limits it first
 _SMALLER = "more ranks make the parts smaller"
 _STATES = ("zero.stage=1 or higher cuts them", f"{_SMALLER}, offload=optimizer moves them out")
 LEVERS = {

@@ -20,8 +20,7 @@ LAYERS = {
 """Colours of the memory categories, the lowest layer first: what stays, then what comes and goes."""
 PHASES = {"gradient_ready": "3", "boundary": "4", "step": "5", "publish": "6"}
 """Events that begin or end a phase of ``docs/step.md``, by its number there; of the first, the first one counts."""
-MOST_RANKS = 4
-"""Memory charts: of more ranks the first, and those that held the most and the least."""
+MOST_RANKS = 4  # memory charts: of more ranks the first, and those that held the most and the least
 STEP = "optimizer step"
 
 

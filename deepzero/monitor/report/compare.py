@@ -16,10 +16,8 @@ from deepzero.monitor.report.savings import ALIKE, MOMENT, like_stage_2, savings
 from deepzero.monitor.report.sections import title
 from deepzero.utils.formatting import short_bytes, short_number, short_seconds, text_columns
 
-NAMED = 4
-"""So many settings in which runs differ have a column in the table; its last line names the others."""
-SHOWN = 20
-"""Characters of such a setting: of a path, its end."""
+NAMED = 4  # so many settings in which runs differ have a column in the table; its last line names the others
+SHOWN = 20  # characters of such a setting: of a path, its end
 
 
 def runs_in(folder: Path) -> list[Path]:

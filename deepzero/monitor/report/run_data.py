@@ -15,11 +15,9 @@ from deepzero.config.run import RunConfig
 from deepzero.monitor.metrics_file import METRICS, SUMMARY, TIMELINE, read_lines
 from deepzero.utils.formatting import flatten, short_bytes
 
-DEVICE_STATES = ("parameters", "secondary", "gradients", "masters", "moments")
-"""The model state: what ZeRO cuts."""
+DEVICE_STATES = ("parameters", "secondary", "gradients", "masters", "moments")  # the model state: what ZeRO cuts
 HOST_STATES = ("host_parameters", "host_gradients", "host_masters", "host_moments")
-COPIES = "offload."
-"""Kinds of the ledger's traffic that leave no machine begin so."""
+COPIES = "offload."  # kinds of the ledger's traffic that leave no machine begin so
 EXPOSED = "comm/exposed_seconds"
 IN_FLIGHT = "comm/in_flight_seconds"
 HIDDEN = "comm/hidden_fraction"
@@ -48,8 +46,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.problems: list[str] = []
-        """Files that could not be read, and why."""
+        self.problems: list[str] = []  # files that could not be read, and why
         self.summary, self.timeline = self._read(SUMMARY), self._read(TIMELINE)
         """Empty: the run is under way, or its end was sudden; no step was recorded."""
         entries, broken = list[dict[str, Any]](), 0
@@ -64,13 +61,11 @@ class Run:
         entries = [entry for entry in entries if number(entry.get("step")) is not None]
         self.steps = [entry for entry in entries if "loss" in entry]
         self.validations = [entry for entry in entries if "val_loss" in entry and "loss" not in entry]
-        self.overrides: list[str] = []
-        """What was typed on the command line; only what Hydra started has it."""
+        self.overrides: list[str] = []  # what was typed on the command line; only what Hydra started has it
         with contextlib.suppress(OSError, UnicodeDecodeError):
             lines = (folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8").splitlines()
             self.overrides = [line[2:].strip("'\"") for line in lines if line.startswith("- ")]
-        self.settings = flat(_mapping(self.summary.get("config")))
-        """Dotted key, as in ``docs/config.md``, to value."""
+        self.settings = flat(_mapping(self.summary.get("config")))  # dotted key, as in `docs/config.md`, to value
         self.stage = _whole(self.settings.get("zero.stage"), 0)
         self.world_size, self.model_numel = (
             _whole(self.summary.get(name), 1) or _whole(self.timeline.get(name), 1)

@@ -25,8 +25,7 @@ WHAT_STAGES_DO = (
 )
 PAPER_FORMS = ("16Ψ", "4Ψ + 12Ψ/W", "2Ψ + 14Ψ/W", "16Ψ/W")
 """Of the stages, with Adam in mixed precision: 2 bytes of parameter, 2 of gradient, 12 of optimizer state."""
-WORKING = ("gathered", "buckets", "padding")
-"""What ZeRO needs besides the states: memory categories of a rank's device."""
+WORKING = ("gathered", "buckets", "padding")  # what ZeRO needs besides the states: memory categories of a rank's device
 MOMENT = "held by one rank after a backward pass, not at the peak (activations: what the peak was above the rest)"
 ALIKE = (
     "Stage 1 holds here what stage 2 would: with zero.overlap_comm=true and one micro-batch gradients leave as they"
@@ -39,16 +38,11 @@ _COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 class Savings:
     """Bytes of model state on one rank, mean over ranks, by category."""
 
-    numel: int
-    """Ψ."""
-    plain: dict[str, float]
-    """What plain data parallelism would hold."""
-    here: dict[str, float]
-    """What was measured on the device."""
-    predicted: dict[str, float]
-    """What the closed forms of this run said of that."""
-    host: float
-    """Of the same states, what was measured in host memory."""
+    numel: int  # Ψ
+    plain: dict[str, float]  # what plain data parallelism would hold
+    here: dict[str, float]  # what was measured on the device
+    predicted: dict[str, float]  # what the closed forms of this run said of that
+    host: float  # of the same states, what was measured in host memory
 
     @property
     def plain_bytes(self) -> float:

@@ -19,8 +19,7 @@ from deepzero.monitor.report.html import legend, text
 WIDTH, HEIGHT = 400.0, 220.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 16.0, 34.0
 BASE = HEIGHT - BOTTOM
-MAX_POINTS = 400
-"""Of a line; more than its pixels show nothing more."""
+MAX_POINTS = 400  # of a line; more than its pixels show nothing more
 
 Point = tuple[float, float | None]
 Piece = tuple[float, float, str, str]
@@ -33,15 +32,13 @@ class Line(NamedTuple):
 
     name: str
     points: Sequence[Point]
-    colour: str
-    """Name of a CSS variable, without dashes."""
+    colour: str  # name of a CSS variable, without dashes
     style: str = "solid"
     """``solid``, ``dashed``, ``dots`` for single values, or ``area``: on top of the areas before it, at the same
     instants; a value holds until the next one."""
 
 
-Bar = tuple[str, float, "float | None", str]
-"""Name, value, what was expected of it, and a note."""
+Bar = tuple[str, float, "float | None", str]  # name, value, what was expected of it, and a note
 
 
 class Frame(NamedTuple):
