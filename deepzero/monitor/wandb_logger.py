@@ -110,8 +110,7 @@ class WandB:
 
         found: dict[str, Any] = {}
         for name, (title, columns) in TABLES.items():
-            rows = memory_rows(summary) if name == "memory" else communication_rows(summary)
-            if rows:
+            if rows := ledger_rows(summary, name):
                 found[f"ledger/{name}"] = wandb.Table(columns=list(columns), data=rows)
                 bars = [
                     [f"{row[0]}, {what}", row[at]] for row in rows for at, what in ((1, "predicted"), (2, "measured"))
@@ -132,24 +131,16 @@ class WandB:
             self._run.log_artifact(artifact)
 
 
-def memory_rows(summary: Mapping[str, Any]) -> list[list[Any]]:
-    """Bytes held by one rank, by category, in the order of the columns; empty when nothing was trained."""
-    held = summary.get("memory") or {}
-    return [[name, v["predicted"], v["measured"], _ratio(v["predicted"], v["measured"])] for name, v in held.items()]
-
-
-def communication_rows(summary: Mapping[str, Any]) -> list[list[Any]]:
-    """What one rank sends in one step, by kind, in the order of the columns; empty likewise."""
+def ledger_rows(summary: Mapping[str, Any], name: str) -> list[list[Any]]:
+    """``memory`` or ``communication`` of one rank, in the order of the columns; empty when nothing was trained."""
     rows = []
-    for kind, values in (summary.get("communication") or {}).items():
-        predicted, measured = (values["predicted"] or {}).get("bytes"), values["measured"]
-        counts = [measured[name] for name in ("calls", "elements", "padding_elements")]
-        rows.append([kind, predicted, measured["bytes"], _ratio(predicted, measured["bytes"]), *counts])
+    for what, entry in (summary.get(name) or {}).items():
+        predicted, measured, counts = entry["predicted"], entry["measured"], list[float]()
+        if name == "communication":
+            counts = [measured[key] for key in TABLES[name][1][-3:]]
+            predicted, measured = (predicted or {}).get("bytes"), measured["bytes"]
+        rows.append([what, predicted, measured, measured / predicted if predicted else None, *counts])
     return rows
-
-
-def _ratio(predicted: float | None, measured: float) -> float | None:
-    return measured / predicted if predicted else None
 
 
 def earlier_id(run_dir: Path, first_step: int) -> str | None:

@@ -14,9 +14,10 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -188,18 +189,7 @@ def _bytes_of(tensor: torch.Tensor) -> int:
     return numel * tensor.itemsize
 
 
-@contextlib.contextmanager
-def _exchanged(module: Any, name: str, replacement: Any) -> Iterator[None]:
-    """For a while a module has another function under a name."""
-    original = getattr(module, name)
-    setattr(module, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
-
-
-def fused_attention(device_type: str = "cuda") -> contextlib.AbstractContextManager[None]:
+def fused_attention(device_type: str = "cuda") -> contextlib.AbstractContextManager[Any]:
     """Let attention be one kernel on the meta device too, as it will be: torch's own shapes, torch's own count.
 
     torch takes it apart there, and would hold a T by T matrix per head that no real device holds. A mode cannot tell
@@ -228,10 +218,10 @@ def fused_attention(device_type: str = "cuda") -> contextlib.AbstractContextMana
         output: torch.Tensor = kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return output
 
-    return _exchanged(F, "scaled_dot_product_attention", attention)
+    return mock.patch.object(F, "scaled_dot_product_attention", attention)
 
 
-def nothing_is_packed() -> contextlib.AbstractContextManager[None]:
+def nothing_is_packed() -> contextlib.AbstractContextManager[Any]:
     """While it lasts, position numbers on the meta device are those of one sequence to a row.
 
     Before each forward pass ``transformers`` looks at the position numbers, whether several short sequences were packed
@@ -247,4 +237,4 @@ def nothing_is_packed() -> contextlib.AbstractContextManager[None]:
     def find(position_ids: torch.Tensor, *rest: Any, **options: Any) -> Any:
         return None if position_ids.is_meta else original(position_ids, *rest, **options)
 
-    return _exchanged(masking, "find_packed_sequence_indices", find)
+    return mock.patch.object(masking, "find_packed_sequence_indices", find)

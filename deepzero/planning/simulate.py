@@ -85,7 +85,7 @@ class _StreamClocks:
         self.sending: list[SimulatedSpan] = []
         # What the CPU steps on; in fp32 parameters in host memory are their own masters. And on how much it has.
         self.host_elements = max(1, (self._kept("masters") or self._kept("parameters")) // 4)
-        self.stepped = 0
+        self.stepped, self.to_step = 0, 1.0
         self.line = SimulatedTimeline()
 
     def play(self) -> SimulatedTimeline:
@@ -103,19 +103,19 @@ class _StreamClocks:
         return self.line
 
     def _play_once(self, late: set[int]) -> None:
-        """All events, from now on. What is ``late`` is published bucket by bucket, each when it has been stepped on."""
+        """All events, from now on. What is ``late`` leaves bucket by bucket, each when it has been stepped on."""
         play = {"launch": self._launch, "wait": self._wait, "copy": self._copy, "publish": self._publish}
-        elements = [event.sent.elements for event in self.rehearsal.events if id(event) in late and event.sent]
-        self.done_ops = self.stepped = 0
+        self.done_ops, self.stepped, self.to_step = 0, 0, 1.0
         if self.rehearsal.delayed:
             self._step_on_host(self.host_elements, "")
         for event in self.rehearsal.events:
             self._compute(int(event.at))
-            if id(event) in late and event.sent is not None:
-                self._step(event.sent.elements / sum(elements))
-            if event.what == "step" and not late:
-                self._step(1.0)
-            elif event.what in play:
+            if id(event) in late and event.sent is not None and event.sent.ranks > 1:
+                whole = event.sent.elements * event.sent.ranks / (event.sent.ranks - 1)
+                self._step(whole / self.rehearsal.model_numel)
+            elif event.what == "step":
+                self._step(self.to_step)
+            if event.what in play:
                 play[event.what](event)
         self._compute(len(self.until) - 1)
 
@@ -196,7 +196,9 @@ class _StreamClocks:
         return self.held[f"host_{states}"] + self.held[f"file_{states}"]
 
     def _step(self, part: float) -> None:
-        """A part of the device's own optimizer step: one pass over what it keeps."""
+        """A part of the device's own optimizer step, or what is left of it: one pass over what it keeps."""
+        part = min(part, self.to_step)
+        self.to_step -= part
         moved = STEP_PASSES * (self.held["masters"] + self.held["moments"])
         if moved:
             moved += self.rehearsal.memory.get("gradients", 0)

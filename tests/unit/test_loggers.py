@@ -14,7 +14,7 @@ from deepzero.monitor.async_logger import Background, finish_all
 from deepzero.monitor.metrics_file import read_metrics, scalars
 from deepzero.monitor.monitor import Monitor, make_monitor
 from deepzero.monitor.run_name import LIMIT, name_of, named
-from deepzero.monitor.wandb_logger import RUN_ID, communication_rows, earlier_id, memory_rows, wandb_mode
+from deepzero.monitor.wandb_logger import RUN_ID, earlier_id, ledger_rows, wandb_mode
 from tests.e2e.readers import as_fp32, compare, exactly, tensorboard_rows, wandb_files, wandb_records, wandb_rows
 from tests.unit.test_monitor import FACTS, WORK, step
 
@@ -192,10 +192,10 @@ def test_what_loggers_make_of_an_entry_and_of_the_ledger():
     entry = {"step": 7, "loss": 1.0, "skipped": True, "mfu": None, "comm/exposed_seconds": 0.5, "note": "no number"}
     assert scalars("train", entry) == {"train/loss": 1.0, "train/skipped": 1.0, "comm/exposed_seconds": 0.5}
     assert scalars("validation", {"step": 0, "val_loss": 2.0}) == {"validation/val_loss": 2.0}
-    assert memory_rows(FACTS) == [["parameters", 40, 40, 1.0]]
-    assert communication_rows(FACTS) == [["gradients.reduce_scatter", 24, 24, 1.0, 1, 10, 2]]
+    assert ledger_rows(FACTS, "memory") == [["parameters", 40, 40, 1.0]]
+    assert ledger_rows(FACTS, "communication") == [["gradients.reduce_scatter", 24, 24, 1.0, 1, 10, 2]]
     nothing = {"memory": None, "communication": None}
-    assert memory_rows(nothing) == communication_rows(nothing) == []
+    assert ledger_rows(nothing, "memory") == ledger_rows(nothing, "communication") == []
 
 
 def test_two_points_of_a_sweep_never_share_a_name():

@@ -158,12 +158,15 @@ def test_what_is_not_overlapped_is_waited_for(events, ops, seconds, exposed):
 def test_what_is_published_under_way_leaves_as_its_part_of_the_step_is_done():
     gather, step = "parameters.all_gather", Event("step", "", "", None, 1)
     events = [wait(gather, 0), wait(gather, 1, 1), launch(gather, 0, 40, 1), launch(gather, 1, 20, 1), step]
-    line = played(events, [10], held={"masters": 20, "moments": 40}, memory={})
+    line = played(events, [10], held={"masters": 20, "moments": 40}, memory={}, model_numel=60)
     # 8 + 4 seconds of the optimizer: the first bucket leaves 4 seconds before their end, the second with it, and the
     # first is there: the next step waits for the second, beside its one second of computing.
     assert line.seconds == pytest.approx(12 + 2)
     assert line.exposed_by_kind() == pytest.approx({gather: 1})
     assert line.network_seconds == pytest.approx(6) and line.compute_seconds == pytest.approx(13)
+    # Of a larger model the rest is stepped on when both have left.
+    line = played(events, [10], held={"masters": 20, "moments": 40}, memory={}, model_numel=120)
+    assert line.seconds == pytest.approx(12 + 1) and line.exposed_by_kind() == {}
 
 
 @pytest.mark.parametrize(("overhead", "ops", "at", "seconds"), [
