@@ -79,6 +79,19 @@ def _rows(summary: TraceSummary) -> list[list[str]]:
     return [*map(_row, summary.steps), _row(summary.mean, "mean")]
 
 
+def _waits(summary: TraceSummary) -> list[list[str]]:
+    """What the rank stood still for: the head and the widest rows of a table, milliseconds of an average step."""
+    steps, groups = len(summary.steps), summary.groups()
+    rows = [
+        [g.phase or "outside", g.what, f"{g.total / steps:.2f}", f"{g.collectives / steps:.3g}",
+         f"{g.widest.length:.2f}", str(g.widest.step)]
+        for g in groups[:WIDEST]
+    ]  # fmt: skip
+    if rest := groups[WIDEST:]:
+        rows.append(["", f"in {len(rest)} other places", f"{sum(g.total for g in rest) / steps:.2f}", "", "", ""])
+    return [["in", "stood still for", "ms a step", "a step", "widest, ms", "in step"], *rows] if rows else []
+
+
 def _advice(summary: TraceSummary) -> list[str]:
     lines = []
     for key, direction, reason, milliseconds in advise(summary):
@@ -98,16 +111,8 @@ def render(summaries: Sequence[TraceSummary]) -> str:
 def _one(summary: TraceSummary) -> str:
     table_of_steps = text_columns([COLUMNS, *_rows(summary)], left=0)
     lines = [_heading(summary), f"  {_lead_in(summary)}", "", *(f"  {line}" for line in table_of_steps)]
-    steps, groups = len(summary.steps), summary.groups()
-    if groups:
-        lines += ["", "  what it stood still for, milliseconds of an average step:"]
-        for group in groups[:WIDEST]:
-            often = (
-                f"{group.collectives / steps:.3g} a step, widest {group.widest.length:.2f} in step {group.widest.step}"
-            )
-            lines.append(f"{group.total / steps:9.2f}  {group.phase or 'outside':<8}  {group.what}; {often}")
-        if rest := groups[WIDEST:]:
-            lines.append(f"{sum(group.total for group in rest) / steps:9.2f}  in {len(rest)} other places")
+    if waits := _waits(summary):
+        lines += ["", *(f"  {line.rstrip()}" for line in text_columns(waits, left=2))]
     return "\n".join([*lines, "", "  what to try:", *(f"  - {line}" for line in _advice(summary) or [NOTHING])])
 
 
@@ -127,12 +132,7 @@ def page(summaries: Sequence[TraceSummary]) -> str:
 
 
 def _rank(summary: TraceSummary, ident: str) -> str:
-    steps = len(summary.steps)
-    lines = [
-        (f"{gap.total / steps:.2f}", gap.what, gap.phase or "outside", f"{gap.collectives / steps:.3g}",
-         f"{gap.widest.length:.2f}")
-        for gap in summary.groups()[:WIDEST]
-    ]  # fmt: skip
+    waits = _waits(summary)
     advice = "".join(f"<li>{text(line)}</li>" for line in _advice(summary) or [f"{NOTHING.capitalize()}."])
     return section(
         _heading(summary),
@@ -141,7 +141,7 @@ def _rank(summary: TraceSummary, ident: str) -> str:
         _steps(summary, ident),
         _timeline(summary, ident),
         figures([_held(summary, ident)]),
-        table(["ms a step", "for", "in", "a step", "widest, ms"], lines, (0, 3, 4)) if lines else "",
+        table(waits[0], waits[1:], range(2, 6)) if waits else "",
         f"<p>What to try:</p><ul>{advice}</ul>",
     )
 

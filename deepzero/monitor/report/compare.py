@@ -152,12 +152,7 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> Iterable[str]:
         ("speed", "Tokens per second, all ranks", "tokens_per_second", short_number),
     ):
         lines = [
-            svg.Line(
-                name,
-                run.series(key),
-                f"c{1 + k % 8}",
-                ("solid", "dashed")[k // 8 % 2],
-            )
+            svg.Line(name, run.series(key), f"c{1 + k % 8}", ("solid", "dashed")[k // 8 % 2])
             for k, (run, name) in enumerate(zip(runs, names, strict=True))
         ]
         pictures.append(svg.chart(ident, heading, lines, STEP, label))
