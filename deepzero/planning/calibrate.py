@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -109,15 +110,11 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
         >>> fit_line([(1000, 2.5), (2000, 3.0), (4000, 4.0)])
         (2.0, 2000.0)
     """
-    weighted = [(1 / seconds**2, size, seconds) for size, seconds in points]
-    total = sum(w for w, _, _ in weighted)
-    x, y = sum(w * size for w, size, _ in weighted) / total, sum(w * seconds for w, _, seconds in weighted) / total
-    square = sum(w * (size - x) ** 2 for w, size, _ in weighted)
-    slope = sum(w * (size - x) * (seconds - y) for w, size, seconds in weighted) / square
+    sizes, seconds = np.transpose(points)
+    slope, latency = np.polyfit(sizes, seconds, 1, w=1 / seconds)
     if slope <= 0:  # noise: the largest message says what can be had at least
-        size, seconds = max(points)
-        slope = seconds / size
-    return max(0.0, round(y - slope * x, 12)), round(1 / slope, 6)
+        slope, latency = seconds[sizes.argmax()] / sizes.max(), 0.0
+    return max(0.0, round(float(latency), 12)), round(float(1 / slope), 6)
 
 
 def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
