@@ -67,30 +67,41 @@ def test_a_plan_for_a_hugging_face_model(folder, capsys):
     assert "16 ranks on 2 nodes" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["--ranks", "0"], "--ranks 0: there has to be at least one"),
-    (["--ranks-per-node", "0"], "--ranks-per-node 0: there has to be at least one"),
-    (["--ranks", "7", "--ranks-per-node", "2"], "--ranks-per-node 2: does not divide the 7 ranks"),
-    (["--ranks", "4", "--rank", "4"], "--rank 4: there are ranks 0 to 3"),
-    (["--moves", "-1"], "--moves -1: give 0 or more rows"),
-    (["--json", "nowhere/plan.json"], "--json nowhere/plan.json: give a file in a folder that exists"),
-    (["zero.stge=1"], "Did you mean 'zero.stage'?"),
-    (["train_batch_size=7", "--ranks", "4"], "train_batch_size=7: does not divide"),
-    (["--config", "unfit.json", "--ranks", "4"], "train_batch_size=7: does not divide"),
-    (["--config", "bare.json", "--ranks", "4"], "they have to name one"),
-    (["--config", "bare.json", "zero.stage=3"], "--config has the engine's settings; write zero.stage=3 there"),
-    (["--config", "missing.json"], "'missing.json' cannot be read"),
-    (["--program", "nowhere.py:make"], "there is no file 'nowhere.py'"),
-    (["--program", "mine.py"], "give FILE.py:FUNCTION; no function is named"),
-    (["--program", "mine.py:other"], "mine.py has no function 'other'"),
-    (["--program", "mine.py:number"], "number() returned an int, not a TrainStep"),
-    (["--program", "mine.py:make", "zero.stage=1"], "leave out the others"),
+@pytest.mark.parametrize(("tool", "words", "said"), [
+    (plan, ["--ranks", "0"], "--ranks 0: there has to be at least one"),
+    (plan, ["--ranks-per-node", "0"], "--ranks-per-node 0: there has to be at least one"),
+    (plan, ["--ranks", "7", "--ranks-per-node", "2"], "--ranks-per-node 2: does not divide the 7 ranks"),
+    (plan, ["--ranks", "4", "--rank", "4"], "--rank 4: there are ranks 0 to 3"),
+    (plan, ["--moves", "-1"], "--moves -1: give 0 or more rows"),
+    (plan, ["--json", "nowhere/plan.json"], "--json nowhere/plan.json: give a file in a folder that exists"),
+    (plan, ["zero.stge=1"], "Did you mean 'zero.stage'?"),
+    (plan, ["train_batch_size=7", "--ranks", "4"], "train_batch_size=7: does not divide"),
+    (plan, ["--config", "unfit.json", "--ranks", "4"], "train_batch_size=7: does not divide"),
+    (plan, ["--config", "bare.json", "--ranks", "4"], "they have to name one"),
+    (plan, ["--config", "bare.json", "zero.stage=3"], "--config has the engine's settings; write zero.stage=3 there"),
+    (plan, ["--config", "missing.json"], "'missing.json' cannot be read"),
+    (plan, ["--program", "nowhere.py:make"], "there is no file 'nowhere.py'"),
+    (plan, ["--program", "mine.py"], "give FILE.py:FUNCTION; no function is named"),
+    (plan, ["--program", "mine.py:other"], "mine.py has no function 'other'"),
+    (plan, ["--program", "mine.py:number"], "number() returned an int, not a TrainStep"),
+    (plan, ["--program", "mine.py:make", "zero.stage=1"], "leave out the others"),
+    (simulate, ["--cluster", "h200"], "cluster=h200: there are h100"),
+    (simulate, ["--cluster", "h100,flops=x"], "flops=x is no number"),
+    (simulate, ["--cluster", "dgx_2h", "--ranks", "24"], "--ranks-per-node 16: does not divide the 24 ranks"),
+    (simulate, ["--ranks", "0"], "--ranks 0: there has to be at least one"),
+    (simulate, ["--wrong", "3"], "--wrong 3: give RANK:MODULE"),
+    (simulate, ["--wrong", "99:blocks.0"], "rank 99: this world has ranks 0 to 7"),
+    (simulate, ["--wrong", "3:blocks.9"], "no module 'blocks.9' to skip"),
+    (simulate, ["--check", "9"], "rank 9: this world has ranks 0 to 7"),
+    (simulate, ["--json", "nowhere/found.json"], "--json nowhere/found.json"),
+    (simulate, ["--save", "probed.json"], "--save belongs to --probe"),
+    (simulate, ["--probe", "--cluster", "h100"], "--probe measures"),
 ])  # fmt: skip
-def test_a_plan_of_nothing(folder, capsys, words, said):
+def test_nothing_to_plan_or_to_simulate(folder, capsys, tool, words, said):
     before = sorted(folder.iterdir())
-    assert plan.main(words) == 2
+    assert tool.main(words if tool is plan else [*TINY, *words]) == 2
     captured = capsys.readouterr()
-    assert said in captured.err and captured.out == ""
+    assert said in captured.err and (captured.out == "" or tool is simulate)
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
 
 
@@ -111,21 +122,3 @@ def test_a_wrong_rank_ends_with_its_own_status(folder, capsys):
     text = capsys.readouterr().out
     assert "rank 2 launches what the others launch, and computes something else" in text
     assert "rank 3 launches what" in text
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    (["--cluster", "h200"], "cluster=h200: there are h100"),
-    (["--cluster", "h100,flops=x"], "flops=x is no number"),
-    (["--cluster", "dgx_2h", "--ranks", "24"], "--ranks-per-node 16: does not divide the 24 ranks"),
-    (["--ranks", "0"], "--ranks 0: there has to be at least one"),
-    (["--wrong", "3"], "--wrong 3: give RANK:MODULE"),
-    (["--wrong", "99:blocks.0"], "rank 99: this world has ranks 0 to 7"),
-    (["--wrong", "3:blocks.9"], "no module 'blocks.9' to skip"),
-    (["--check", "9"], "rank 9: this world has ranks 0 to 7"),
-    (["--json", "nowhere/found.json"], "--json nowhere/found.json"),
-    (["--save", "probed.json"], "--save belongs to --probe"),
-    (["--probe", "--cluster", "h100"], "--probe measures"),
-])  # fmt: skip
-def test_nothing_to_simulate(folder, capsys, words, said):
-    assert simulate.main([*TINY, *words]) == 2
-    assert said in capsys.readouterr().err
