@@ -56,8 +56,9 @@ class BackwardPasses:
         self._seen_loss: torch.Tensor | None = None
         # Whether the pass under way is engine.backward's, and whether it carries the loss scale.
         self._inside_backward = self._loss_is_scaled = self._warned_unscaled = False
-        # Whether the end of the pass under way will be told, and whether it has reached a parameter.
-        self._armed = self._reached = False
+        # Whether the end of the pass under way will be told, whether it has reached a parameter; and whether it is of
+        # the step's last micro-batch.
+        self._armed = self._reached = self._is_last = False
         self._home = HomeStream(comm.device)
         ready = self._home.param_hook(self._gradient_ready)
         self._handles = [param.register_post_accumulate_grad_hook(ready) for param in trained]
@@ -124,21 +125,22 @@ class BackwardPasses:
         # The callback must be queued from the *outermost* pass: reentrant checkpointing runs passes inside it, which
         # end earlier. The gradients of the model's outputs come first, and arm; a parameter's when nothing else has.
         if not self._armed:
-            self._armed = True
+            self._armed, self._is_last = True, self._last_micro_batch()
             Variable._execution_engine.queue_callback(self._home.hook(self._end))
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
     def _gradient_ready(self, param: nn.Parameter) -> None:
         """Autograd's own hook, of each parameter whose ``.grad`` is complete."""
-        self._arm()
+        if not self._armed:
+            self._arm()
         self._reached = True
         self._ledger.note("gradient_ready")
         with torch._C.DisableTorchFunctionSubclass():  # asking for .grad needs no values: no detour through Python
             # Only fp16 has a scale other than 1. A pass that began at a scaled loss has scaled every gradient already.
             if self._scaler.scale != 1 and not self._loss_is_scaled and param.grad is not None:
                 param.grad = self._with_loss_scale(param.grad)
-            self._stage.reduce_ready_gradient(param, self._last_micro_batch())
+            self._stage.reduce_ready_gradient(param, self._is_last)
 
     @torch.no_grad()
     def _with_loss_scale(self, grad: torch.Tensor) -> torch.Tensor:
@@ -161,7 +163,7 @@ class BackwardPasses:
         self.count += 1
         if loss is not None:
             self._losses.append(loss)
-        self._stage.backward_end(self._last_micro_batch())
+        self._stage.backward_end(self._is_last)
         self._ledger.note("backward_end")
 
     def _forget(self) -> None:

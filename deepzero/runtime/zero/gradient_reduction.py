@@ -97,25 +97,34 @@ class UnreducedGradients:
         own = (grad for param, grad in self._waiting.items() if self.flat[self._slot_of[param][0]] is None)
         return [*own, *self._later.values(), *(flat for flat in self.flat if flat is not None)]
 
-    @outliving_pass()
     def take(self, param: nn.Parameter, again: bool = False) -> None:
         """Take a gradient out of ``param.grad``, and add it to what waits; in the wider buffer, if there is one.
 
         ``again``: it is the parameter's second one in a pass whose gradients leave as they come.
         """
-        if param.grad is None:
+        if (grad := param.grad) is None:
             return
-        grad = param.grad.detach()  # with create_graph=True it would keep its graph alive
-        free_grad_in_param_list([param])
+        if grad.requires_grad:  # with create_graph=True it would keep its graph alive
+            grad = grad.detach()
+        param.grad = None  # its memory is free for the next one
         g, slot = self._slot_of[param]
         flat, waiting = self.flat[g], self._later if again else self._waiting
-        before = waiting.get(param)
-        if flat is None or again:
-            waiting[param] = grad if before is None else self._sum(before, grad)
-        elif before is None:  # what the step before left there is overwritten: the buffer is never zeroed
-            waiting[param] = flat[slot.offset : slot.end].copy_(_dense(grad))
+        if (flat is None or again) and param not in waiting:  # most gradients, and nothing more is done for them
+            waiting[param] = grad
         else:
-            before.add_(_dense(grad))
+            self._add(waiting, param, grad, None if flat is None or again else flat[slot.offset : slot.end])
+
+    @outliving_pass()
+    def _add(
+        self, waiting: dict[nn.Parameter, torch.Tensor], param: nn.Parameter, grad: torch.Tensor,
+        place: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        # ``place``: of the wider buffer, where there is one. What the step before left there is overwritten.
+        before = waiting.get(param)
+        if place is None:
+            waiting[param] = grad if before is None else self._sum(before, grad)
+        else:
+            waiting[param] = place.copy_(_dense(grad)) if before is None else before.add_(_dense(grad))
 
     def _sum(self, before: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """The sum in autograd's order and dtype: with a sparse part it is as dense as the other one."""
@@ -148,13 +157,12 @@ class UnreducedGradients:
             send_buffer[lo:hi].zero_()  # padding is summed and measured too, and the buffer held another bucket
         targets, gradients = list[torch.Tensor](), list[torch.Tensor]()
         for slot in bucket.slots:
-            param = group.params[slot.index]
-            target = send_buffer[slot.offset - bucket.offset : slot.end - bucket.offset]
-            waiting = self.waiting_of(param)
+            param, target = group.params[slot.index], send_buffer.narrow(0, slot.offset - bucket.offset, slot.numel)
+            if (waiting := self._waiting.pop(param, None)) is None:
+                waiting = self._later.pop(param, None)
             if waiting is not None:
                 targets.append(target)
-                gradients.append(waiting)
-                del (self._waiting if param in self._waiting else self._later)[param]
+                gradients.append(_dense(waiting))
             else:  # an unused parameter; every rank sends every bucket, whatever its own pass has reached
                 target.zero_()
                 if name_unused:

@@ -185,7 +185,8 @@ class WriteGuard:
 
     def snapshot(self) -> None:
         """Take everything that was written so far as accepted."""
-        self._versions = [param._version for param in self.bucket.params]
+        with torch._C.DisableTorchFunctionSubclass():  # a question that needs no values: no detour through Python
+            self._versions = [param._version for param in self.bucket.params]
         self.snapshot_samples()
 
     def snapshot_param(self, param: ZeroParameter) -> None:

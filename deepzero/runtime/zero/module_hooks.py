@@ -72,11 +72,10 @@ class ModuleHooks:
     ) -> None:
         self.coordinator, self._leaf_done = coordinator, leaf_done
         self._names = {module: name or type(module).__name__ for name, module in model.named_modules()}
-        # By module, looked up at its first call.
-        self._own_keys: dict[nn.Module, tuple[int, ...]] = {}
         # Calls of each leaf in forward passes whose backward passes are to come.
         self._leaf_calls: dict[nn.Module, int] = {}
         self._warned_autocast = False
+        self._packs = self.pack  # one object, by which it is known again
         # What is under way, outermost first (an operation outside of all modules is None); whether it has pushed hooks.
         self._stack: list[tuple[nn.Module | None, bool]] = []
         self._handles: list[Any] = []
@@ -100,9 +99,11 @@ class ModuleHooks:
             self.leaf_params.update(module.parameters())
         # Before every other pre-hook, since those may read weights (weight norm does); always_call, because an
         # exception in the module must not leave it on the stack, with its weights gathered.
+        name = self._names[module]
+        before, after = self._pre_forward_hook(params, name, declared), self._post_forward_hook(params, name, leaf)
         self._handles += [
-            module.register_forward_pre_hook(self._pre_forward_hook(params, declared), prepend=True, with_kwargs=True),
-            module.register_forward_hook(self._post_forward_hook(params, leaf), always_call=True),
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=declared),
+            module.register_forward_hook(after, always_call=True),
         ]
         if not leaf:
             for child in module.children():
@@ -118,53 +119,56 @@ class ModuleHooks:
 
     # ---- forward: hooks are plain functions, as dynamo can step around those, not around an object -------------------
 
-    def _pre_forward_hook(self, params: list[ZeroParameter], leaf: bool) -> Callable[..., None]:
+    # A small module finds its bucket there, and these hooks are all that it costs: they ask first, and act then.
+
+    def _pre_forward_hook(self, params: list[ZeroParameter], name: str, leaf: bool) -> Callable[..., None]:
+        coordinator, own = self.coordinator, keys_of(params)
+
         @torch.compiler.disable
-        def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def pre_forward(module: nn.Module, args: Any, kwargs: Any = None) -> None:
             """1 fetch: the module's parameters are gathered before it runs."""
-            # Selective checkpointing numbers a block's operations; ours differ when it runs again, so it sees none.
-            with hide_from_checkpointing():
-                # An empty stack: this is the outermost module, and a forward pass begins.
-                if not self._stack:
-                    self.coordinator.begin_forward()
-                # Entered before the fetch: the values that it shows belong to a module that is under way.
-                self._enter(module)
-                keys = self._keys_of(module, params)
-                if keys:
-                    self.coordinator.fetch_sub_module(keys, self._names[module])
-                if leaf:
-                    self._count_leaf_call(module, args, kwargs)
+            # An empty stack: this is the outermost module, and a forward pass begins.
+            if not self._stack:
+                coordinator.begin_forward()
+            # Entered before the fetch: the values that it shows belong to a module that is under way.
+            self._stack.append((module, self._become_innermost()))
+            external = external_parameters(module)  # they may change
+            keys = self._keys_with(params, external) if external else own
+            for key in keys:
+                if key not in coordinator.current or not coordinator.buckets[key].shown:
+                    # Selective checkpointing numbers a block's operations; ours differ when it runs again, so it sees
+                    # none.
+                    with hide_from_checkpointing():
+                        coordinator.fetch_sub_module(keys, name)
+                    break
+            if leaf:
+                self._count_leaf_call(module, args, kwargs)
 
         return pre_forward
 
-    def _post_forward_hook(self, params: list[ZeroParameter], leaf: bool) -> Callable[..., None]:
+    def _post_forward_hook(self, params: list[ZeroParameter], name: str, leaf: bool) -> Callable[..., None]:
+        trail, after = self.coordinator.comm.trail, (f"forward, after {name}", f"backward, after {name}")
+
         @torch.compiler.disable
         def post_forward(module: nn.Module, args: Any, output: Any) -> None:
             """The module is over, or has raised. What it used is released by the next fetch."""
-            with hide_from_checkpointing():
-                if leaf:
-                    self._fetch_for_backward(module, params, output)
-                # Its pre-hook did not run: another one raised before it.
-                if not self._stack or self._stack[-1][0] is not module:
-                    return
-                self.coordinator.end_sub_module(self._names[module])
-                self._leave()
-                # The outermost module has ended: after an evaluation nothing stays gathered.
-                if not self._stack:
+            if leaf:
+                self._fetch_for_backward(self._keys_with(params, external_parameters(module)), name, output)
+            # Its pre-hook did not run: another one raised before it.
+            if not self._stack or self._stack[-1][0] is not module:
+                return
+            trail.position = after[in_backward()]  # for the messages of ranks that fall apart
+            self._leave()
+            # The outermost module has ended: after an evaluation nothing stays gathered.
+            if not self._stack:
+                with hide_from_checkpointing():
                     self.coordinator.end_forward()
 
         return post_forward
 
-    def _keys_of(self, module: nn.Module, params: list[ZeroParameter]) -> tuple[int, ...]:
-        """The buckets of a module's own parameters, looked up once; of registered ones too, which may change."""
-        keys = self._own_keys.get(module)
-        if keys is None:
-            keys = self._own_keys[module] = keys_of(params)
-        external = external_parameters(module)
-        return keys_of([*params, *(p for p in external if isinstance(p, ZeroParameter))]) if external else keys
-
-    def _enter(self, module: nn.Module | None) -> None:
-        self._stack.append((module, self._become_innermost()))
+    def _keys_with(self, params: list[ZeroParameter], external: list[nn.Parameter]) -> tuple[int, ...]:
+        """The buckets of a module's own parameters, and of those registered for it."""
+        return keys_of([*params, *(p for p in external if isinstance(p, ZeroParameter))])
 
     def _leave(self) -> None:
         _, pushed = self._stack.pop()
@@ -172,7 +176,8 @@ class ModuleHooks:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         # **Parameters show their values inside modules only**: outside, no hooks of ours see who saves one.
         if not self._stack:
-            self.coordinator.hide_all()
+            with hide_from_checkpointing():
+                self.coordinator.hide_all()
 
     def _count_leaf_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A leaf module: its gradients are complete, whatever of it ran, when its input has its gradient."""
@@ -198,9 +203,8 @@ class ModuleHooks:
         """Calls that this backward pass did not reach will be counted as they come."""
         self._leaf_calls.clear()
 
-    def _fetch_for_backward(self, module: nn.Module, params: list[ZeroParameter], output: Any) -> None:
+    def _fetch_for_backward(self, keys: tuple[int, ...], where: str, output: Any) -> None:
         """A leaf module is fetched as one for its backward pass too: when its output gets its gradient."""
-        keys, where = self._keys_of(module, params), self._names[module]
         for tensor in output_tensors(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 # Not shown: no module is under way, and what the backward pass reads are views that we hand out.
@@ -225,12 +229,11 @@ class ModuleHooks:
     def _become_innermost(self) -> bool:
         """What autograd saves from now on passes here first. Returns whether there is something to pop afterwards."""
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        # Nothing is saved now, and each hook costs: generation under no_grad calls thousands of modules.
-        if outer is None and not torch.is_grad_enabled():
+        # torch runs only the innermost pair of hooks. Ours are there already where a module calls another. Or nothing
+        # is saved now, and each hook costs: generation under no_grad calls thousands of modules.
+        if outer[0] is self._packs if outer is not None else not torch.is_grad_enabled():
             return False
-        # torch runs only the innermost pair of hooks. Ours are there already where a module calls another.
-        inner = getattr(outer[0], "func", outer[0]) if outer is not None else None
-        if getattr(inner, "__self__", None) is self:
+        if outer is not None and getattr(getattr(outer[0], "func", None), "__self__", None) is self:
             return False
         # Any callable may be one: a functools.partial has no name.
         name = getattr(outer[0], "__qualname__", "") if outer is not None else ""
@@ -244,7 +247,7 @@ class ModuleHooks:
                 "every rank; use precision=bf16 instead (said once)"
             )
         if outer is None:
-            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+            torch._C._autograd._push_saved_tensors_default_hooks(self._packs, self.unpack)
             return True
         # In the place of the others': they are popped when whoever has pushed them leaves. Also without gradients: a
         # function of the user's runs so, and saves what it was given when it is over.
@@ -273,7 +276,7 @@ class ModuleHooks:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd: in place of a weight, or of a view of one, where to find it."""
-        if isinstance(tensor, PartitionedParameter):
+        if type(tensor) is PartitionedParameter:
             # The object itself: a custom autograd function saves what it was given, and is not intercepted.
             record = tensor._zero
             bucket, slot = record.placed()
@@ -318,7 +321,8 @@ class ModuleHooks:
                 f"this backward pass goes through a forward pass that saw older values of {bucket.names}: they were "
                 "changed in between (engine.step(), a write). Run the forward pass again"
             )
-        self.coordinator.fetch_sub_module((packed.key,), bucket.params[0]._zero.name, show=False)
+        if packed.key not in self.coordinator.current:
+            self.coordinator.fetch_sub_module((packed.key,), bucket.params[0]._zero.name, show=False)
         # The same elements with the same strides, in whatever buffer the bucket was gathered into this time. The dtype
         # differs where a program has saved a weight's bits under another one (view(torch.int16)).
         flat = bucket.gathered
@@ -339,11 +343,10 @@ class ModuleHooks:
         keys = tuple(bucket.key for bucket in buckets)
         # Outside of all modules nothing is shown, and so every use is noticed, every time.
         on_demand = bool(self._stack)
-        self._enter(module)
+        self._stack.append((module, self._become_innermost()))
         try:
             with hide_from_checkpointing():
                 self.coordinator.fetch_sub_module(keys, f"{where} ({what})", on_demand)
             yield
         finally:
-            with hide_from_checkpointing():
-                self._leave()
+            self._leave()

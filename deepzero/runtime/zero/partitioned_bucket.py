@@ -159,8 +159,9 @@ class PartitionedBucket:
         """AVAILABLE: the parameters become views of what is gathered, if they are not."""
         if not self.shown:
             # Views, not copies: a bucket of a thousand parameters costs a thousand small objects and no memory.
-            for param in self.params:
-                param.show(self.value(param))
+            whole, start = self.gathered, self.layout.offset
+            for param, slot in zip(self.params, self.layout.slots, strict=True):
+                param.show(whole.as_strided(param._zero.shape, param._zero.stride, slot.offset - start))
             self.shown = True
 
     @outliving_pass()

@@ -181,7 +181,7 @@ class PartitionedParameterCoordinator:
         )
         self._trace = self.training
         # Keys of the use under way: its buckets are here and stay until the next one.
-        self._current: frozenset[int] = frozenset()
+        self.current: frozenset[int] = frozenset()
         # Keys of the buckets that are gathered or in flight, by last use, the oldest first.
         self._live: dict[int, None] = {}
         # Keys of those that the step has launched for the one to come, which counts them, until its first use.
@@ -203,7 +203,7 @@ class PartitionedParameterCoordinator:
             # Hooks that are not ours: non-reentrant checkpointing's, which keep views as they are.
             if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 self._runs += 1
-                self._run, self._current = self._runs, frozenset()
+                self._run, self.current = self._runs, frozenset()
         elif torch.is_grad_enabled():
             self._switch(self.training)
         else:
@@ -226,7 +226,7 @@ class PartitionedParameterCoordinator:
 
     def _switch(self, trace: ModuleTrace) -> None:
         if trace is not self._trace:
-            self._trace, self._current = trace, frozenset()
+            self._trace, self.current = trace, frozenset()
 
     def fetch_sub_module(self, keys: tuple[int, ...], where: str, on_demand: bool = False, show: bool = True) -> None:
         """1 fetch, before a module's forward pass and in its backward pass.
@@ -239,14 +239,13 @@ class PartitionedParameterCoordinator:
             show: the parameters are used themselves, and not only views of the buckets.
         """
         if on_demand:
-            # The module's own buckets stay gathered, too. ``_current`` stays as it is: the module's next use is
+            # The module's own buckets stay gathered, too. ``current`` stays as it is: the module's next use is
             # compared with its own buckets.
-            keys = tuple(sorted(self._current.union(keys)))
-        elif self._current.issuperset(keys):
-            # The same buckets as the module before: no new use, and nearly all that a small module costs.
+            keys = tuple(sorted(self.current.union(keys)))
+        elif self.current.issuperset(keys):
+            # The same buckets as the module before: no new use.
             for key in keys if show else ():
-                if not self.buckets[key].shown:  # asked here: the call costs more than the module's other hooks
-                    self.buckets[key].show()
+                self.buckets[key].show()
             return
         backward = in_backward()
         self.comm.trail.position = f"{'backward' if backward else 'forward'} of {where}"
@@ -286,7 +285,7 @@ class PartitionedParameterCoordinator:
                 self.inflight.add(bucket)
             self._count_live(key, where)
         if not on_demand:
-            self._current = frozenset(keys)
+            self.current = frozenset(keys)
         # All is launched before anything is waited for: while this rank stands still for its own buckets, and while it
         # computes with them, those of the next modules travel.
         with self.comm.ranges.standing_at(where):
@@ -340,10 +339,6 @@ class PartitionedParameterCoordinator:
                 break
             total -= self.numels[key]
             self.pool.released(key, self._release(key))
-
-    def end_sub_module(self, where: str) -> None:
-        """Post-forward: nothing is released here; the place is noted for the messages of ranks that fall apart."""
-        self.comm.trail.position = f"{'backward' if in_backward() else 'forward'}, after {where}"
 
     def end_step(self) -> None:
         """The boundary: the trace of training is complete, and all values are about to change.
@@ -416,7 +411,7 @@ class PartitionedParameterCoordinator:
 
     def release_all(self, discard: bool = False) -> None:
         """Nothing is gathered afterwards; with ``discard`` without a complaint about writes."""
-        self._current = frozenset()
+        self.current = frozenset()
         for group in self._owners(self._ahead):
             group.sent_version = None
         if self.pool.uses:

@@ -384,8 +384,8 @@ class ZeroStage3:
         # Kept for leaf modules, whose gradients are complete when their input's is, outside of this call.
         self._last_micro_batch = last_micro_batch
         # For the messages of ranks that fall apart, and stand in different places.
-        if isinstance(param, ZeroParameter):
-            self.comm.trail.position = f"backward, gradient of {param._zero.name}"
+        if (record := vars(param).get("_zero")) is not None:
+            self.comm.trail.position = f"backward, gradient of {record.name}"
         self.gradients.reduce_ready_gradient(param, last_micro_batch)
 
     def _partitioned(self, group: int, bucket: Bucket) -> PartitionedBucket | None:
