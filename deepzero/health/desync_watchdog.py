@@ -45,6 +45,7 @@ from deepzero.health.hang_report import (
     CollectiveTimeoutError,
     Diagnosis,
     RollCall,
+    Standstill,
     failure_of,
     within,
 )
@@ -201,19 +202,15 @@ class Watchdog(GroupObserver):
 
     def _run(self) -> None:
         """The thread. It ends with the group, and when the store cannot be reached: then nobody can be asked."""
-        seen: CollectiveRecord | None = None
-        ticks = looks = 0
+        standstill, looks = Standstill(self.trail), 0
         with contextlib.suppress(Exception):
             while not self._stop.wait(TICK_SECONDS):
                 if not self.of_current_group:
                     self._say_gone("has destroyed the process group")
                     return
-                waiting = self.trail.waiting
-                # The object, not its value: one that is seen again is one wait, without a clock in the hot path.
-                ticks = ticks + 1 if waiting is seen else 0
-                seen = waiting
+                waiting, (stands, _) = self.trail.waiting, standstill.look(time.monotonic())
                 threshold = DIVERGENCE_SECONDS if self._seconds is None else self._seconds
-                if waiting is not None and ticks * TICK_SECONDS >= threshold and self._look(waiting):
+                if waiting is not None and stands >= threshold and self._look(waiting):
                     # Every operation of the group fails then, here and, since the connections close, on the others.
                     peer = (self._board.rank + 1) % self._board.world_size
                     work = dist.irecv(torch.zeros(1), peer, tag=_BREAK_TAG)

@@ -76,14 +76,13 @@ class Standstill:
 
     def __init__(self, trail: FlightRecorder) -> None:
         self._trail = trail
-        self._seen: tuple[int, CollectiveRecord | None] = (0, None)
-        self._since: float | None = None
+        self._seen: tuple[int, CollectiveRecord | None] | None = None
+        self._since = 0.0
 
     def look(self, now: float) -> tuple[float, bool]:
         """Seconds at second ``now`` of any clock that does not jump; and whether the rank has moved since the last."""
         seen = (self._trail.sequence, self._trail.waiting)
-        moved = self._since is None or seen != self._seen
-        if moved or self._since is None:
+        if moved := seen != self._seen:
             self._seen, self._since = seen, now
         return now - self._since, moved
 
