@@ -55,7 +55,7 @@ from deepzero.offload.optimizer_offload import GRADIENTS, MOMENTS, STAGING, Host
 from deepzero.placement import OffloadPlan
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
-from deepzero.runtime.zero.fetch_plan import FetchPlan
+from deepzero.runtime.zero.fetch_plan import FetchLimits, FetchPlan, ModuleUse
 from deepzero.runtime.zero.parameter_all_gather import (
     BACKWARD,
     FORWARD,
@@ -333,15 +333,9 @@ def residual_bytes(layouts: Sequence[FlatLayout], nodes: Nodes, wire: int) -> in
 
 def expected(buckets: Sequence[PartitionedBucket], micro_batches: int) -> dict[str, Traffic]:
     """One step's traffic without a plan: every bucket forward and backward in every micro-batch."""
-    forward, backward = Traffic(), Traffic()
-    for bucket in buckets:
-        gather = bucket.gather
-        kept = gather.group is not None
-        over_all = 0 if gather.always_inside else 1 if kept else micro_batches
-        forward.add(gather.forecast(inside=False), over_all)
-        forward.add(gather.forecast(inside=True), micro_batches - over_all)
-        backward.add(gather.forecast(inside=kept), micro_batches)
-    return {FORWARD: forward, BACKWARD: backward, **_replicas(buckets)} if buckets else {}
+    passes = (False, True) * micro_batches
+    uses = [ModuleUse((b.key,), backward, "", fetch=(b.key,)) for backward in passes for b in buckets]
+    return planned(buckets, FetchPlan(tuple(uses), {}, FetchLimits(0, 0, 0)))[0] if buckets else {}
 
 
 def planned(buckets: Sequence[PartitionedBucket], plan: FetchPlan) -> tuple[dict[str, Traffic], int]:
