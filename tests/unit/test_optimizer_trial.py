@@ -198,10 +198,8 @@ class TestNoTrace:
             for key, value in values_of.items():
                 assert torch.equal(torch.as_tensor(optimizer.state[param][key]), torch.as_tensor(value))
         assert all(torch.equal(a, b) for a, b in zip(weights, values, strict=True))
-        assert torch.equal(weights[0].grad, torch.full_like(weights[0], 3.0))
-        assert weights[1].grad is None
-        assert called == []
-        assert torch.equal(torch.get_rng_state(), random_state)
+        assert torch.equal(weights[0].grad, torch.full_like(weights[0], 3.0)) and weights[1].grad is None
+        assert called == [] and torch.equal(torch.get_rng_state(), random_state)
         if isinstance(optimizer, Custom):
             assert (optimizer.steps, optimizer.log, optimizer.offset.item()) == (0, [], 0.0)
 
@@ -233,13 +231,13 @@ class TestNoTrace:
 
     def test_the_other_ranks_numbers_are_the_same(self):
         """All ranks must come to the same verdict whatever their random generators have done before."""
-        verdicts = []
+        verdicts = set()
         for seed in (0, 1):
             torch.manual_seed(seed)
             with pytest.raises(ConfigError) as caught:
                 check_elementwise(LayerNorm(model_weights()))
-            verdicts.append(str(caught.value))
-        assert verdicts[0] == verdicts[1]
+            verdicts.add(str(caught.value))
+        assert len(verdicts) == 1
 
 
 def test_parameters_that_stay_whole_may_have_norms():
