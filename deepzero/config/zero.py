@@ -193,56 +193,50 @@ class ZeroConfig(Section):
     """Parameters in host memory."""
 
     def _check(self) -> None:
-        self.need(self.stage in (0, 1, 2, 3), "stage", "stages are 0, 1, 2 and 3")
-        rule = f"the all-reduce variant exists for stage 1 alone, and zero.stage={self.stage}"
-        self.idle_unless(self.stage == 1, rule, "reduce_scatter")
-        self.idle_unless(self.stage > 0, "nothing is gathered, and zero.stage=0", "overlap_param_gather")
-        self._check_offload()
-        self._check_zeropp()
+        stage, mics, hpz = self.stage, self.mics_shard_size, self.zero_hpz_partition_size
+        optimizer, param, quantization = self.offload_optimizer, self.offload_param, self.quantization
+        self.need(stage in (0, 1, 2, 3), "stage", "stages are 0, 1, 2 and 3")
+        self.need(mics == -1 or mics >= 1, "mics_shard_size", "must be at least 1 rank, or -1 for off")
+        here = f"and zero.stage={stage}"
+        weights = self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
+        gradients = self.zero_quantized_gradients
+        # What fields are for, and why they say nothing, or cannot be, where that is not the case.
+        for section, names, fits, rule in (
+            (self, "reduce_scatter", stage == 1, f"the all-reduce variant exists for stage 1 alone, {here}"),
+            (self, "overlap_param_gather", stage > 0, "nothing is gathered, and zero.stage=0"),
+            (optimizer, "device", stage >= 1, f"offloading is for partitioned states (stages 1, 2, 3), {here}"),
+            (optimizer, "device", self.reduce_scatter,
+             "does not go with zero.reduce_scatter=False, which keeps whole gradients on the device"),
+            (param, "device", stage == 3, f"parameters are partitioned in stage 3 alone, {here}"),
+            (param, "device", optimizer.device != "none",
+             "needs zero.offload_optimizer.device=cpu or nvme: masters on the device would take twice what this saves"),
+            (param, "device", not optimizer.delayed_update,
+             "does not go with zero.offload_optimizer.delayed_update, as the step writes where the forward pass "
+             "fetches"),
+            (self, "mics_shard_size", hpz == 1,
+             f"does not go with zero.zero_hpz_partition_size={hpz}, as with MiCS no gather leaves the group anyway"),
+            (self, "mics_shard_size", param.device == "none" and not optimizer.delayed_update,
+             "does not go with zero.offload_param or zero.offload_optimizer.delayed_update: every step sends the new "
+             "parameters to the other groups from the device"),
+            (self, "zero_quantized_weights zero_quantized_nontrainable_weights zero_hpz_partition_size mics_shard_size",
+             stage == 3, f"gathered parameters are stage 3's, {here}"),
+            (self, "zero_quantized_gradients", stage >= 1, "needs reduced gradients: stage 1, 2 or 3"),
+            (self, "zero_quantized_gradients", self.reduce_scatter,
+             "does not go with zero.reduce_scatter=False, whose all-reduce the backend makes"),
+            (quantization, "weight_bits min_weight_snr_db", weights, "needs zero.zero_quantized_weights=true"),
+            (quantization, "gradient_bits error_feedback min_gradient_snr_db", gradients,
+             "needs zero.zero_quantized_gradients=true"),
+            (quantization, "block_size meter_every kernel", weights or gradients,
+             "needs quantised weights or gradients"),
+        ):  # fmt: skip
+            section.idle_unless(fits, rule, *names.split())
 
     @property
     def secondary_size(self) -> int:
         """Over how many ranks parameters are partitioned once more, for hpZ or MiCS; 1: not."""
         return max(self.zero_hpz_partition_size, self.mics_shard_size)
 
-    def _check_zeropp(self) -> None:
-        size, mics, quantization = self.zero_hpz_partition_size, self.mics_shard_size, self.quantization
-        self.need(mics == -1 or mics >= 1, "mics_shard_size", "must be at least 1 rank, or -1 for off")
-        rule = f"does not go with zero.zero_hpz_partition_size={size}, as with MiCS no gather leaves the group anyway"
-        self.need(mics == -1 or size == 1, "mics_shard_size", rule)
-        on_host = self.offload_param.device != "none" or self.offload_optimizer.delayed_update
-        rule = "every step sends the new parameters to the other groups from the device"
-        rule = f"does not go with zero.offload_param or zero.offload_optimizer.delayed_update: {rule}"
-        self.need(mics == -1 or not on_host, "mics_shard_size", rule)
-        rule = f"gathered parameters are stage 3's, and zero.stage={self.stage}"
-        of_weights = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
-        self.idle_unless(self.stage == 3, rule, *of_weights, "zero_hpz_partition_size", "mics_shard_size")
-        weights = self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
-        gradients, where = self.zero_quantized_gradients, "zero_quantized_gradients"
-        self.idle_unless(self.stage >= 1, "needs reduced gradients: stage 1, 2 or 3", where)
-        rule = "does not go with zero.reduce_scatter=False, whose all-reduce the backend makes"
-        self.idle_unless(self.reduce_scatter, rule, where)
-        for used, what, names in (
-            (weights, "zero.zero_quantized_weights=true", ("weight_bits", "min_weight_snr_db")),
-            (gradients, f"zero.{where}=true", ("gradient_bits", "error_feedback", "min_gradient_snr_db")),
-            (weights or gradients, "quantised weights or gradients", ("block_size", "meter_every", "kernel")),
-        ):
-            quantization.idle_unless(used, f"needs {what}", *names)
-
     @property
     def shard_align(self) -> int:
         """Elements, of which a rank's part of a bucket is a multiple: in files whole blocks of a disk."""
         return 2048 if "nvme" in (self.offload_optimizer.device, self.offload_param.device) else ALIGN
-
-    def _check_offload(self) -> None:
-        optimizer, param, stage = self.offload_optimizer, self.offload_param, self.stage
-        rule = f"offloading is for partitioned states (stages 1, 2, 3), and zero.stage={stage}"
-        optimizer.idle_unless(stage >= 1, rule, "device")
-        rule = "does not go with zero.reduce_scatter=False, which keeps whole gradients on the device"
-        optimizer.idle_unless(self.reduce_scatter, rule, "device")
-        rule = f"parameters are partitioned in stage 3 alone, and zero.stage={stage}"
-        param.idle_unless(stage == 3, rule, "device")
-        rule = "needs zero.offload_optimizer.device=cpu or nvme: masters on the device would take twice what this saves"
-        param.idle_unless(optimizer.device != "none", rule, "device")
-        rule = "does not go with zero.offload_optimizer.delayed_update, as the step writes where forward passes fetch"
-        param.idle_unless(not optimizer.delayed_update, rule, "device")
