@@ -1,7 +1,7 @@
 """Saving, second half: shards to the disk, by a thread of its own if wanted, and one commit for all ranks.
 
     1  agree      the folder can be written to and has room; no other save is under way      all ranks together
-    2  collect    which runs go where (``save_plan.py``)                                     all ranks together
+    2  collect    which runs go where (``engine_state.py``)                                  all ranks together
     3  snapshot   asynchronous saves only: a copy of this rank's share, in memory that is kept for the next save
     4  write      this rank's shard, hashed on the way, flushed                              each rank for itself
     5  commit     rank 0, when all shards are there: manifest, mark, rename, ``latest``; then what is too old goes
@@ -38,9 +38,9 @@ from pathlib import Path
 import torch
 
 from deepzero.checkpoint import checkpoint_dir as folders
+from deepzero.checkpoint.engine_state import SavePlan
 from deepzero.checkpoint.errors import CheckpointError, reason
 from deepzero.checkpoint.manifest import Manifest, ShardInfo, shard_name
-from deepzero.checkpoint.save_plan import SavePlan
 from deepzero.checkpoint.shard_file import ShardPlan, write_shard
 from deepzero.comm import flight_recorder, process_group
 from deepzero.comm.ledger import SNAPSHOT

@@ -18,14 +18,13 @@ import torch
 
 from deepzero.checkpoint.async_save import Saver, Target
 from deepzero.checkpoint.checkpoint_dir import check_tag
-from deepzero.checkpoint.engine_state import EngineState, class_name
+from deepzero.checkpoint.engine_state import EngineState, SavePlan, class_name, collect
 from deepzero.checkpoint.errors import CheckpointError, NoCheckpoint, RanksDisagree, own_words, reason, together
 from deepzero.checkpoint.export import MODEL_FILE, save_gathered
 from deepzero.checkpoint.huggingface import read_foreign
 from deepzero.checkpoint.json_codec import decode
 from deepzero.checkpoint.load import Format, Loader, naming_another, open_checkpoint
 from deepzero.checkpoint.manifest import BATCH, COUNTERS
-from deepzero.checkpoint.save_plan import SavePlan, collect
 from deepzero.comm import process_group
 from deepzero.comm.ledger import SNAPSHOT
 from deepzero.runtime.engine import Engine

@@ -1,23 +1,46 @@
 """What an engine holds, parameter by parameter: the runs of elements that a checkpoint stores and that loading fills.
 
-The one place that relates the layout of ZeRO's tensors to the rows of a manifest. Saving takes the runs as they are;
-loading fills the same runs with what rows of any layout hold.
+The one place that relates the layout of ZeRO's tensors to the rows of a manifest. Saving takes the runs as they are,
+and its first half is here: from an engine to the plan of a shard and the facts of a manifest, without a byte written
+(:func:`collect`). Loading fills the same runs with what rows of any layout hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from deepzero.checkpoint.errors import CheckpointError
-from deepzero.checkpoint.manifest import PARAMETER, Entry
+from deepzero.checkpoint import rng
+from deepzero.checkpoint.errors import CheckpointError, together
+from deepzero.checkpoint.json_codec import DTYPES, encode
+from deepzero.checkpoint.manifest import (
+    BUFFER,
+    CLIENT,
+    MASTER,
+    PARAMETER,
+    RESERVED,
+    RNG,
+    Entry,
+    Manifest,
+    ParameterInfo,
+    buffer_key,
+    is_own_buffer,
+)
+from deepzero.checkpoint.shard_file import ShardPlan, bytes_of, plan_shard
+from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
+from deepzero.version import __version__
 
 
 def plain_name(name: str) -> str:
@@ -152,3 +175,170 @@ class EngineState:
             owner[name] = load.index(min(load))
             load[owner[name]] += sizes[name]
         return owner
+
+
+# ---- saving, first half ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """This rank's shard, over the live tensors; the manifest without files; the bytes of all shards.
+
+    Manifests are the same on all ranks but for what only rank 0 has (client state, schedule).
+    """
+
+    plan: ShardPlan
+    manifest: Manifest
+    total_bytes: int
+
+
+def collect(
+    holdings: EngineState,
+    facts: dict[str, Any],
+    lr_scheduler: Any,
+    client_state: Mapping[str, Any],
+    with_frozen: bool,
+) -> SavePlan:
+    """Plan the shards. A collective; nothing is written.
+
+    Args:
+        holdings: the model state.
+        facts: what an engine tells besides, under the names of :class:`Manifest`; ``id`` and ``tag`` among them.
+        lr_scheduler: an object with ``state_dict()``, or None.
+        client_state: the caller's; rank 0's counts.
+        with_frozen: store parameters that are not trained.
+
+    Raises:
+        CheckpointError: on every rank, when one has something that a checkpoint cannot hold.
+    """
+    comm, entries = holdings.comm, _buffers(holdings)
+    tensors: dict[str, torch.Tensor] = {}
+    encoded_client = schedule = None
+    with together(error=lambda text: CheckpointError(f"nothing was saved. {text}")):  # objects may raise anything
+        if comm.rank == 0:
+            encoded_client = encode(dict(client_state), "client_state", tensors)
+            if callable(getattr(lr_scheduler, "state_dict", None)):
+                state = encode(lr_scheduler.state_dict(), "lr_scheduler", tensors)
+                schedule = {"class": class_name(lr_scheduler), "state": state}
+        rng_tensors, rng_numbers = rng.capture(comm.device)
+        trained, scalars = _trained(holdings, own := dict[str, torch.Tensor]())
+        entries += trained + (_untrained(holdings) if with_frozen else [])
+        entries += [Entry(RNG, f"{comm.rank}.{name}", 0, tensor) for name, tensor in rng_tensors.items()]
+        entries += [Entry(CLIENT, name, 0, tensor) for name, tensor in (tensors | own).items()]
+        plan = plan_shard(entries, {"format": "pt", "deepzero_id": facts["id"], "rank": str(comm.rank)})
+        parameters = [row for row in plan.rows if row.key not in (RNG, CLIENT, BUFFER) and not is_own_buffer(row.key)]
+        stored = [(row.name, row.key, row.dtype) for row in parameters]
+    everyone = process_group.all_gather_object((stored, scalars, rng_numbers, plan.bytes))
+    dtypes: dict[str, dict[str, str]] = {}
+    for rows, *_ in everyone:
+        for name, key, dtype in rows:
+            dtypes.setdefault(name, {})[key] = dtype
+    states = {name: state for _, theirs, *_ in reversed(everyone) for name, state in theirs.items()}
+    versions = {"deepzero": __version__, "torch": torch.__version__, "numpy": np.__version__}
+    groups: list[dict[str, Any]] = [{} for _ in holdings.optimizer.param_groups]
+    for number, group in enumerate(holdings.optimizer.param_groups):
+        for key in [key for key in group if key != "params"]:
+            # Numbers that are tensors (a capturable learning rate) as numbers.
+            value = group[key].item() if torch.is_tensor(group[key]) and group[key].numel() == 1 else group[key]
+            groups[number][key] = _plain(value, f"optimizer group {number}, {key!r}")
+    buffers = holdings.buffers().items()
+    manifest = Manifest(
+        **facts,
+        written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        versions={**versions, "python": platform.python_version(), "byteorder": sys.byteorder},
+        world_size=comm.world_size,
+        parameters=_parameters(holdings, dtypes, states),
+        buffers={name: {"shape": list(buffer.shape), "dtype": DTYPES[buffer.dtype]} for name, buffer in buffers},
+        layout=[
+            {
+                "parameters": [plain_name(name) for name in group.names],
+                "optimizer_group": group.optimizer_group,
+                "world_size": group.layout.world_size,
+                "slots": [[slot.offset, slot.numel] for slot in group.layout.slots],
+                "buckets": [[bucket.offset, bucket.numel, bucket.shard_offset] for bucket in group.layout.buckets],
+            }
+            for group in (*holdings.groups, *holdings.frozen)
+        ],
+        optimizer={"class": class_name(holdings.optimizer), "groups": groups},
+        lr_scheduler=schedule,
+        client_state=encoded_client,
+        rng_numbers=[numbers for _, _, numbers, _ in everyone],
+        files={},
+    )
+    return SavePlan(plan, manifest, sum(nbytes for *_, nbytes in everyone))
+
+
+def _trained(holdings: EngineState, own: dict[str, torch.Tensor]) -> tuple[list[Entry], dict[str, Any]]:
+    """This rank's masters and moments, and by name what the optimizer keeps for a parameter as a whole.
+
+    Of the latter, tensors (Adafactor's rows and columns) are put into ``own``, each under a name of its own.
+    """
+    by_key: dict[str, list[Entry]] = {}  # so that what a reader wants of one key lies together
+    scalars = {}
+    for run in holdings.runs():
+        moments, rest = holdings.optimizer_state(run)
+        for key in (*moments, *rest):
+            # The optimizer's own names stand beside ours in a row: one of ours would take the other's place.
+            if not isinstance(key, str) or key in RESERVED or is_own_buffer(key):
+                raise CheckpointError(
+                    f"the optimizer calls what it keeps for parameter {run.name!r} {key!r}, a name that a checkpoint "
+                    f"uses itself (or no name); let the optimizer use a string that is none of {', '.join(RESERVED)}"
+                )
+        for key, tensor in {MASTER: run.master, **moments}.items():
+            by_key.setdefault(key, []).append(Entry(key, run.name, run.start, run.cut(tensor)))
+        scalars[run.name] = {key: _scalar(v, f"optimizer state {key!r} of {run.name}", own) for key, v in rest.items()}
+    return [entry for entries in by_key.values() for entry in entries], scalars
+
+
+def _untrained(holdings: EngineState) -> list[Entry]:
+    whole = {name: tensor for name, tensor in holdings.replicated().items() if tensor.numel()}
+    owner = holdings.shares({name: tensor.nbytes for name, tensor in whole.items()})
+    mine = [name for name in whole if owner[name] == holdings.comm.rank]
+    entries = (Entry(PARAMETER, name, 0, whole[name].detach().contiguous().reshape(-1)) for name in mine)
+    return [*holdings.frozen_runs(), *entries]
+
+
+def _buffers(holdings: EngineState) -> list[Entry]:
+    """Rank 0's, and of another rank those that differ (running statistics, each rank's own). A collective."""
+    values = {name: buffer.detach().contiguous().reshape(-1) for name, buffer in holdings.buffers().items()}
+    digests = {name: hashlib.sha256(bytes_of(tensor)).hexdigest() for name, tensor in values.items() if tensor.numel()}
+    first, rank = process_group.broadcast_object(digests), holdings.comm.rank
+    kept = [name for name, digest in digests.items() if rank == 0 or digest != first.get(name)]
+    return [Entry(buffer_key(rank) if rank else BUFFER, name, 0, values[name].clone()) for name in kept]
+
+
+def _scalar(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """A tensor of one element becomes a number with its dtype; a larger one is put into ``tensors``."""
+    if torch.is_tensor(value) and value.numel() != 1:
+        return encode(value, where, tensors)
+    if torch.is_tensor(value):
+        return {"dtype": DTYPES[value.dtype], "shape": list(value.shape), "value": _plain(value.item(), where)}
+    return _plain(value, where)
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A value of the optimizer's in JSON. Its tensors would have no row, and what was saved could not be loaded."""
+    tensors: dict[str, torch.Tensor] = {}
+    encoded = encode(value, where, tensors)
+    if tensors:
+        raise CheckpointError(f"{next(iter(tensors))} is a tensor inside of a list; such a setting cannot be saved")
+    return encoded
+
+
+def _parameters(
+    holdings: EngineState, dtypes: dict[str, dict[str, str]], states: dict[str, Any]
+) -> dict[str, ParameterInfo]:
+    groups, found = holdings.trained(), {}
+    for param, (name, *aliases) in holdings.names().items():
+        group = groups.get(name)
+        computed = group is not None and param.is_floating_point()
+        found[name] = ParameterInfo(
+            shape=tuple(param.shape),
+            dtype=DTYPES[holdings.compute_dtype if computed else param.dtype],
+            trained=group is not None,
+            optimizer_group=group.optimizer_group if group is not None else None,
+            aliases=tuple(aliases),
+            tensors=dtypes.get(name, {}),
+            state=states.get(name, {}),
+        )
+    return found

@@ -118,16 +118,17 @@ class OffloadedStorages:
         pin: bool,
     ) -> None:
         self._wire, regions = wire, plan(leaving)
-        self._leaving = [(*one, one.storage.nbytes()) for one in leaving]
         self.arena = HostArena(regions, wire.device, pin)
-        self._kept = [self.arena.allocate(*region) for region in regions]
+        rooms = (self.arena.allocate(*region) for region in regions)
+        # Each with its size, and the room for what is in it.
+        self._gone = [(one.storage, one.storage.nbytes(), next(rooms) if one.keep else None) for one in leaving]
         self._copies: list[Transfer] = []
-        homes = [bytes_of_storage(one.storage, wire.device) for one in leaving if one.keep]
-        for copy in [wire.to_host(STATES_TO_HOST, *pair) for pair in zip(self._kept, homes, strict=True)]:
+        kept = [(room, bytes_of_storage(storage, wire.device)) for storage, _, room in self._gone if room is not None]
+        for copy in [wire.to_host(STATES_TO_HOST, *pair) for pair in kept]:
             copy.wait()  # in the stream: memory that is given back is the next kernel's
-        gone = {one.storage._cdata for one in leaving}
-        for one in leaving:
-            one.storage.resize_(0)
+        for storage, *_ in self._gone:
+            storage.resize_(0)
+        gone = {storage._cdata for storage, *_ in self._gone}
         self._marked: list[tuple[torch.Tensor, type]] = []
         for tensor in reachable:
             if isinstance(tensor, (OffloadedTensor, OffloadedParameter)) or tensor.layout is not torch.strided:
@@ -143,30 +144,29 @@ class OffloadedStorages:
             torch.OutOfMemoryError: the device has no room. Everything is as it was before.
         """
         try:
-            for storage, _, nbytes in self._leaving:
+            for storage, nbytes, _ in self._gone:
                 storage.resize_(nbytes)
         except RuntimeError:
-            for storage, *_ in self._leaving:
+            for storage, *_ in self._gone:
                 storage.resize_(0)
             raise
-        kept = iter(self._kept)
-        for storage, keep, _ in self._leaving:
+        for storage, _, kept in self._gone:
             target = bytes_of_storage(storage, self._wire.device)
-            if keep:
-                self._copies.append(self._wire.to_device(STATES_TO_DEVICE, target, next(kept)))
-            else:
+            if kept is None:
                 target.zero_()
+            else:
+                self._copies.append(self._wire.to_device(STATES_TO_DEVICE, target, kept))
         for copy in self._copies:
             copy.wait()
         for tensor, kind in self._marked:
             tensor.__class__ = kind
-        self._leaving, self._marked = [], []
+        self._gone, self._marked = [], []
         if not non_blocking:
             self.close()
 
     def close(self) -> None:
         """Give the arena back, when the copies from it have arrived: to unlock pages is to wait for all of them."""
-        self._copies, self._kept = [], []
+        self._copies = []
         self.arena.close()
         self._wire.meter.close_step()
 
@@ -207,20 +207,19 @@ class StateOffloader:
             leaving, moved = self._storages_of(chosen)
             reachable = self._reachable()
         moved = self._check_hosts(leaving, moved)
-        before, problem = list(self.offloaded), None
+        made = problem = None
         try:
-            if leaving:
-                self.offloaded.append(OffloadedStorages(leaving, reachable, self._wire, pin_memory))
+            made = OffloadedStorages(leaving, reachable, self._wire, pin_memory) if leaving else None
         except HostMemoryError as error:
             problem = f"{error} (or pass pin_memory=False to offload_states)" if pin_memory else str(error)
         try:
             process_group.raise_on_all_ranks(problem, lambda text: HostMemoryError(f"offload_states: {text}"))
         except HostMemoryError:
-            for storages in self.offloaded[len(before) :]:
-                storages.come_back(non_blocking=False)
-            self.offloaded = before
-            self._after_return()
+            if made is not None:
+                made.come_back(non_blocking=False)
+                self._after_return()
             raise
+        self.offloaded += [made] if made is not None else []
         self.away |= moved
         self._post_notices()
         self.engine.comm.ledger.sample()
