@@ -74,13 +74,14 @@ def latest_tag(folder: Path, name: str = LATEST) -> str | None:
         raise CheckpointError(f"{folder / name} cannot be read: {error}") from None
 
 
-def find(load_dir: str | Path, tag: str | None) -> Path:
+def find(load_dir: str | Path, tag: str | None, whole: bool = True) -> Path:
     """The checkpoint that is meant.
 
     Args:
         load_dir: the folder that checkpoints were saved to, or the folder of a run of ``train.py``; without a tag it
             may also be a checkpoint itself.
         tag: which one; None: the one that ``latest`` names.
+        whole: it has to be complete; else it is one to look at.
 
     Raises:
         CheckpointError: there is none, or it is not complete; :class:`NoCheckpoint`, where a run begins: no folder,
@@ -94,7 +95,7 @@ def find(load_dir: str | Path, tag: str | None) -> Path:
         folder /= RUN_CHECKPOINTS
     if tag is None:
         if (folder / MANIFEST).exists() or is_complete(folder):
-            return _complete(folder)
+            return _complete(folder, whole)
         tag = latest_tag(folder)
         if tag is None:
             raise _no_latest(folder)
@@ -103,7 +104,7 @@ def find(load_dir: str | Path, tag: str | None) -> Path:
     check_tag(tag)
     path = folder / tag
     if os.path.lexists(path):
-        return _complete(path)
+        return _complete(path, whole)
     for left in sorted(folder.glob(f"{REPLACED}*")):
         # A kill between the two renames that replace a checkpoint of the same tag.
         if is_complete(left) and re.fullmatch(rf"{re.escape(REPLACED)}[0-9a-f]+-{re.escape(tag)}", left.name):
@@ -113,8 +114,8 @@ def find(load_dir: str | Path, tag: str | None) -> Path:
     raise CheckpointError(f"{named}{path} does not exist; {there}")
 
 
-def _complete(path: Path) -> Path:
-    if is_complete(path):
+def _complete(path: Path, whole: bool) -> Path:
+    if is_complete(path) or (path.is_dir() and not whole):
         return path
     problem = f"not complete ({COMMIT} is missing): the save was interrupted, or files are lost"
     if any(path.glob("*mp_rank_*")):

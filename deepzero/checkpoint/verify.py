@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from deepzero.checkpoint.checkpoint_dir import check_tag, complete_tags, find, latest_tag, others
+from deepzero.checkpoint.checkpoint_dir import find, others
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.json_codec import ITEMSIZE
 from deepzero.checkpoint.manifest import COMMIT, MANIFEST, Manifest, ShardInfo, listed, row_problems, shard_name
@@ -44,7 +44,7 @@ def verify(checkpoint: str | Path, tag: str | None = None) -> VerifyReport:
     Raises:
         CheckpointError: there is nothing of that name to look at.
     """
-    report = VerifyReport(_locate(Path(checkpoint), tag))
+    report = VerifyReport(find(checkpoint, tag, whole=False))
     report.problems += _check_manifest(report)
     if (manifest := report.manifest) is not None:
         for check in (_check_files, _check_extra, _check_rows):
@@ -65,23 +65,6 @@ def _understood(problems: Iterable[str]) -> Iterator[str]:
         yield f"{error.filename}: {error.strerror}"
     except Exception as error:
         yield f"{MANIFEST}: cannot be followed ({type(error).__name__}: {error}); it is damaged"
-
-
-def _locate(folder: Path, tag: str | None) -> Path:
-    """As :func:`find`, but a checkpoint without its COMMIT is one to look at."""
-    try:
-        return find(folder, tag)
-    except CheckpointError:
-        if tag is None and not (folder / MANIFEST).exists():
-            tag = latest_tag(folder) if folder.is_dir() else None
-            if tag is None:
-                raise
-        if tag is not None:
-            check_tag(tag)
-        path = folder if tag is None else folder / tag
-        if not path.is_dir() or path.name in complete_tags(folder):
-            raise
-        return path
 
 
 def _check_manifest(report: VerifyReport) -> Iterator[str]:
