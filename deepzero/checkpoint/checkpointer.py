@@ -87,7 +87,8 @@ class Checkpointer:
                 f"{self.half_loaded}: the engine holds a mixture of two states. Load another one, or start again"
             )
         if (offload := self.engine.zero.offload) is not None and not call.startswith("load_"):
-            offload.check_states()
+            for memory in offload.memories:
+                memory.check()
 
     def holdings(self) -> EngineState:
         """The engine's model state, as a checkpoint stores it."""
@@ -210,7 +211,8 @@ class Checkpointer:
                 self._take_counters(loader, optimizer)
         self.half_loaded = None
         if (offload := self.engine.zero.offload) is not None and optimizer and not module_only:
-            offload.states_replaced()
+            for memory in offload.memories:
+                memory.broken = None
         there = [decode(group.get("lr"), {}) for group in reader.manifest.optimizer.get("groups", ())]
         here = [None if (lr := group.get("lr")) is None else float(lr) for group in self.engine.optimizer.param_groups]
         if optimizer and there != here and self.engine.comm.rank == 0:

@@ -212,7 +212,7 @@ class FileWire(HostDeviceCopier):
             return buffer.copy
 
     def finish_reads(self) -> None:
-        """As in the base class; and what was read of files will not be used."""
+        """As in the base class; and nothing is used that was read of files before."""
         super().finish_reads()
         self.ahead.discard()
 
@@ -398,7 +398,8 @@ class FileOptimizerShard(HostOptimizerShard):
                 return True
             return False
 
-        self.host.check_states()
+        for memory in self.host.memories:
+            memory.check()
         self._wire.ahead.discard()
         try:
             read_next()

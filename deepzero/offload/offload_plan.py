@@ -30,7 +30,7 @@ from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.delayed_update import DelayedOptimizerShard
 from deepzero.offload.file_offload import FileBuffers, FileOptimizerShard, FileWire, in_files
 from deepzero.offload.optimizer_offload import MOMENTS, STAGING, HostGradients, HostOptimizerShard, Offload
-from deepzero.offload.pinned_arena import HostArena, HostMemory, HostMemoryError, Region, arena_class
+from deepzero.offload.pinned_arena import HostArena, HostMemory, HostMemoryError, Region
 from deepzero.placement import OffloadPlan
 from deepzero.runtime.optimizer_state import makes_state_in_advance
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS
@@ -110,8 +110,6 @@ def build_host(
             )
         check_optimizer(settings, optimizer)
         buffers = FileBuffers.plan(config, [(placed, g.partitioned) for g, placed in pairs], plan.sums, *dtypes)
-        in_memory = [*itertools.chain(*buffers), *(r for r in plan.regions if r.category not in filed)]
-        arena_class(comm.device).check_host([*in_memory, *plan.elsewhere], neighbours)
     made = (comm.device, comm.ledger, comm.chaos, OffloadStats(), comm.ranges)
     wire = FileWire(*made) if filed else HostDeviceCopier(*made)
     make_shard: Callable[..., HostOptimizerShard]
@@ -119,7 +117,8 @@ def build_host(
     files: Mapping[str, HostMemory] = {}
     with contextlib.ExitStack() as undo:
         with _agreed(comm):
-            arena = HostArena(in_memory, comm.device, asks_for_pinning(settings, param))
+            in_memory = [*itertools.chain(*buffers), *(r for r in plan.regions if r.category not in filed)]
+            arena = HostArena(in_memory, comm.device, asks_for_pinning(settings, param), plan.elsewhere, neighbours)
             undo.callback(arena.close)
         if isinstance(wire, FileWire):
             undo.callback(wire.close)

@@ -43,7 +43,6 @@ from deepzero.offload.copy_streams import (
     TO_DEVICE,
     TO_HOST,
     HostDeviceCopier,
-    OffloadStats,
     Transfer,
 )
 from deepzero.offload.cpu_adam import MOMENTS as MOMENT_NAMES
@@ -77,11 +76,6 @@ class Offload:
     columns: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     @property
-    def meter(self) -> OffloadStats:
-        """Bytes and seconds of the pipeline."""
-        return self.wire.meter
-
-    @property
     def memories(self) -> list[HostMemory]:
         """The arena, and the files."""
         return [self.arena, *dict.fromkeys(self.files.values())]
@@ -102,16 +96,6 @@ class Offload:
         """The ledger's word for what is allocated under ``category``."""
         return category.replace(HostMemory.prefix, self.files.get(category, self.arena).prefix)
 
-    def check_states(self) -> None:
-        """Raise a RuntimeError where what lies here is damaged."""
-        for memory in self.memories:
-            memory.check()
-
-    def states_replaced(self) -> None:
-        """A checkpoint with the optimizer's states has been loaded: what was damaged is not any more."""
-        for memory in self.memories:
-            memory.broken = None
-
     def drop_pages(self) -> None:
         """Give memory back in which pages of files lie."""
         for memory in self.memories:
@@ -121,14 +105,6 @@ class Offload:
         """Unlock the memory, end the files' threads; memory and disk space go back with the last tensor."""
         for memory in self.memories:
             memory.close()
-
-    def close_step(self) -> None:
-        """An optimizer step is complete."""
-        self.wire.close_step()
-
-    def finish_reads(self) -> None:
-        """Before parameters are written out of turn: nothing reads them, and nothing is used that was read before."""
-        self.wire.finish_reads()
 
     def plain_all_gather(self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, where: str) -> PlainAllGather:
         """How a bucket's parameters on the host reach the device."""
@@ -171,7 +147,7 @@ class Offload:
     ) -> OptimizerShard:
         """Carve what gradients and staging need, and build the shard around it. Arguments are OptimizerShard's."""
         for group in groups:
-            group.before_write = self.finish_reads
+            group.before_write = self.wire.finish_reads
         if self.sums is not None:
             self.shard = self.make_shard(self, optimizer, groups, *given, **more)
         self.drop_pages()  # the first values of masters and parameters are in their files
@@ -528,5 +504,5 @@ class HostOptimizerShard(OptimizerShard):
                 with upload.group.comm.ranges.span("step", *upload.where()):
                     self._optimizer_step(upload.masters, divisor, outs)
                 took = time.perf_counter() - began
-                self.host.meter.legs[ADAM].add(bytes_of_step(self, upload.masters, outs), took, took)
+                self.host.wire.meter.legs[ADAM].add(bytes_of_step(self, upload.masters, outs), took, took)
                 upload.send()

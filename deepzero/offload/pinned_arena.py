@@ -181,23 +181,32 @@ class WithoutValues(HostMemory):
 class HostArena(HostMemory):
     """One allocation in host memory; its pages are locked with ``pin``, where ``device`` is a GPU.
 
+    The host has to hold as much for each of its ranks (0: nobody looks), and ``beside`` it what is made elsewhere.
+
     Raises:
-        HostMemoryError: the system refuses the memory.
+        HostMemoryError: the host is too small, or the system refuses the memory.
         PageLockError: or refuses to lock it.
     """
 
-    check_host = staticmethod(check_host_memory)
-
-    def __new__(cls, regions: Sequence[Region], device: torch.device, pin: bool) -> HostArena:
+    def __new__(cls, regions: Sequence[Region], device: torch.device, *_: object, **__: object) -> HostArena:
         """The kind of arena that belongs to ``device``."""
-        return super().__new__(arena_class(device))
+        return super().__new__({"meta": DryRunArena}.get(device.type, HostArena))
 
-    def __init__(self, regions: Sequence[Region], device: torch.device, pin: bool) -> None:
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        device: torch.device,
+        pin: bool,
+        beside: Sequence[Region] = (),
+        ranks_of_host: int = 0,
+    ) -> None:
         super().__init__(regions, device)
         self.pinned = False
-        self._reserve(pin)
+        self._reserve(pin, beside, ranks_of_host)
 
-    def _reserve(self, pin: bool) -> None:
+    def _reserve(self, pin: bool, beside: Sequence[Region], ranks_of_host: int) -> None:
+        if ranks_of_host:
+            check_host_memory([*self.regions, *beside], ranks_of_host)
         try:
             # A forked data worker must not make every page copy-on-write: locked pages would then be the wrong ones.
             self._memory = _anonymous(max(self.nbytes, 1), forked=False)
@@ -239,15 +248,6 @@ class HostArena(HostMemory):
 
 class DryRunArena(WithoutValues, HostArena):
     """The arena of a dry run."""
-
-    @staticmethod
-    def check_host(*_: object) -> None:
-        """Nothing is asked of this host."""
-
-
-def arena_class(device: torch.device) -> type[HostArena]:
-    """What the memory of the host of ``device`` is carved from."""
-    return {"meta": DryRunArena}.get(device.type, HostArena)
 
 
 def zeros_on_large_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

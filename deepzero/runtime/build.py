@@ -108,7 +108,7 @@ class ZeroComponents:
         """
         if self.offload is None:
             return {}
-        return {kind.removeprefix("offload."): leg.as_dict() for kind, leg in self.offload.meter.last_step.items()}
+        return {kind.removeprefix("offload."): leg.as_dict() for kind, leg in self.offload.wire.meter.last_step.items()}
 
     def forget_residuals(self) -> None:
         """Drop what quantisation has kept and measured of gradients that are not used."""
@@ -122,7 +122,7 @@ class ZeroComponents:
             self.meter.close_step(applied)
         ledger.close_step()
         if self.offload is not None:
-            self.offload.close_step()
+            self.offload.wire.close_step()
 
     def close(self) -> None:
         """The engine is destroyed: host memory is unlocked, and goes back to the system with its last tensor."""

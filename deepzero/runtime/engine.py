@@ -445,7 +445,7 @@ class Engine(nn.Module):
         """Parameters and masters are about to be written: nothing old stays gathered, or on its way from the host."""
         self.zero.stage.before_writes()
         if self.zero.offload is not None:
-            self.zero.offload.finish_reads()
+            self.zero.offload.wire.finish_reads()
 
     def destroy(self) -> None:
         """Let go of the model: it keeps its values and may be given to ``initialize`` again. Twice is harmless."""

@@ -103,7 +103,6 @@ UNNOTICED = {
     "partitioned_bucket.PartitionedBucket.write: self.owner.before_write()": KNOWN,
     "stage_1_and_2.ParamGroup._write_param: self.before_write()": KNOWN,
     "copy_streams.HostDeviceCopier.finish_reads: copy.finish()": KNOWN,
-    "optimizer_offload.Offload.finish_reads: self.wire.finish_reads()": KNOWN,
     "gradient_reduction.GradientReducer.discard_gradients: self.drain()": REST,
     "optimizer_offload.HostGradients.discard: slot.finish()": REST,
     "partitioned_param_coordinator.PartitionedParameterCoordinator._release: self.inflight.wait(key)": ITSELF,
