@@ -14,7 +14,6 @@ import dataclasses
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from deepzero.comm.topology import find_nodes
 from deepzero.config.strict import ConfigError
@@ -45,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--rehearsals", type=int, default=12, metavar="N", help="at most so many settings are rehearsed (default 12)")
     add("--seconds", type=float, default=50.0, help="time to take, but for the first rehearsal (default 50)")
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.json and not (folder := Path(arguments.json).resolve().parent).is_dir():
-        raise ConfigError(f"--json {arguments.json}: there is no folder {folder}; make it first")
+    composed.check_file("--json", arguments.json)
     try:
         advice = Search(question_of(arguments)).run()
     except RuntimeError as error:

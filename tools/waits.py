@@ -20,23 +20,16 @@ import argparse
 import ast
 import builtins
 import contextlib
-import functools
-import gc
 import importlib
 import inspect
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import pytest
-import torch
-
 from deepzero.comm import simulated_streams as simulation
-from deepzero.device import accelerator_of
 from tools.rewrite import PACKAGE, ROOT, rewritten, tree_of
 
 VERBS = {"record", "wait", "synchronize", "finish"}
@@ -120,222 +113,11 @@ def changed(file: str, target: int, verbs: Collection[str] = VERBS) -> contextli
     return rewritten(file, _Waits(file, target, verbs).visit(tree_of(file)))
 
 
-# ---- programs --------------------------------------------------------------------------------------------------------
-
-
 def programs() -> dict[str, Callable[[], Any]]:
-    """Each shows what can be seen of it."""
-    from tests.distributed import test_null_gpu as parts
-    from tests.distributed.test_offload import settings
-    from tests.distributed.test_removals import PROGRAMS
+    """Each shows what can be seen of it. They use the models of the tests, which are imported here alone."""
+    from tools.stream_programs import ALL
 
-    def overlapped(ratio: float | None) -> dict[str, Any]:
-        given = settings(2, ratio, precision="bf16", gradient_accumulation_steps=2)
-        given["zero_optimization"]["overlap_param_gather"] = True
-        return given
-
-    delayed = 2, settings(
-        3, 1.0, precision="bf16", offload={"delayed_update": True, "delay_after_steps": 0}
-    ), "plain"  # fmt: skip
-    made: dict[str, Callable[[], Any]] = {
-        name: functools.partial(engine_of, *given) for name, given in PROGRAMS.items()
-    }
-    return made | {
-        "alone on the device": functools.partial(engine_of, 1, settings(2, precision="bf16"), "plain"),
-        "built by zero.Init": functools.partial(engine_of, *PROGRAMS["stage 3 on the host"], init=True),
-        "activations": parts.activations,
-        "activations, poisoned": functools.partial(parts.activations, chaos=True),
-        "publishing under the forward pass": functools.partial(engine_of, 2, overlapped(0.5), "plain"),
-        "the same, from the device": functools.partial(engine_of, 2, overlapped(None), "plain"),
-        "the delayed update of stage 3": functools.partial(engine_of, *delayed),
-        "a load": parts.test_a_load_waits_for_the_last_copies,
-        "a pass that breaks off": broken_off,
-        "readers between steps": functools.partial(
-            read_between_steps, {**overlapped(None), "gradient_accumulation_steps": 1}
-        ),
-        "a load by one of two ranks": loaded_by_two,
-        "a gradient of another stream": parts.test_a_gradient_of_another_stream_is_not_freed_too_early,
-        "several streams": functools.partial(parts.of_several_streams, 2),
-        "batches": parts.test_batches_come_one_ahead,
-        "batches, not all of them": stopped_early,
-    }
-
-
-def engine_of(world: int, given: dict[str, Any], kind: str, init: bool = False) -> Any:
-    """Some steps of an engine on simulated streams, and what can be done between them."""
-    import deepzero
-    from deepzero.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
-    from tests.distributed.null_gpu import null_gpu
-    from tests.distributed.training import KINDS, make_batch
-
-    torch.manual_seed(0)
-    seen: list[Any] = []
-    with null_gpu(world if world > 1 else 0), tempfile.TemporaryDirectory() as folder:
-        with deepzero.zero.Init(enabled=init, remote_device="cpu"):
-            model = KINDS[kind]()
-        engine, *_ = deepzero.initialize(model=model, config=given)
-        weight = dict(engine.module.named_parameters())["blocks.0.1.weight"]
-
-        def batch(number: int) -> list[torch.Tensor]:
-            return [t.to("cuda:0") for t in make_batch(number, 2)]
-
-        def look(module: Any, *_: Any) -> None:
-            with deepzero.zero.GatheredParameters(module.weight):
-                seen.append(float(module.weight.detach().float().sum()))
-
-        for step in range(4):
-            looking = engine.module.blocks[0][1].register_forward_hook(look) if step == 1 else None
-            for k in range(engine.batch.accumulation):
-                engine.backward(engine(*batch(10 * step + k)))
-                if step == 2 and k == 0:  # a micro-batch that does not count
-                    engine.zero_grad()
-                    engine.backward(engine(*batch(3)))
-                if engine.is_gradient_accumulation_boundary():
-                    grad = safe_get_full_grad(weight)
-                    seen.append(None if grad is None else float(grad.sum()))
-                engine.step()
-            if looking is not None:
-                looking.remove()
-            if step == 0:
-                with torch.no_grad():
-                    engine(*batch(5))
-                engine.finish_delayed_update()
-                with deepzero.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
-                    weight.mul_(0.5)
-                engine.offload_states(non_blocking=True)
-                engine.reload_states(non_blocking=True)
-            if step == 1:
-                engine.finish_delayed_update()
-                safe_set_full_fp32_param(weight, safe_get_full_fp32_param(weight).cpu() + 0.125)
-                engine.offload_states()
-                engine.reload_states()
-                engine.load_module_state_dict({k: v + 0.25 for k, v in engine.module_state_dict().items()})
-                for tag in ("one", "two") if world == 1 else ():
-                    engine.save_checkpoint(folder, tag, asynchronous=True)
-            seen.append((engine.last_step.loss, engine.last_step.grad_norm))
-        if world == 1:
-            engine.load_checkpoint(folder)
-            engine.backward(engine(*batch(7)))
-        seen.append(engine.params_sha256())
-        engine.destroy()
-        del engine, weight, model
-        gc.collect()
-    return seen
-
-
-def stopped_early() -> None:
-    """Who takes a batch and no more frees the next one, which is on its way."""
-    from tests.distributed.test_null_gpu import test_who_stops_early_frees_no_memory_under_a_copy as stop
-
-    with pytest.MonkeyPatch.context() as patch:
-        stop(True, patch)
-
-
-def broken_off() -> Any:
-    """A parameter is written that a forward pass has prefetched, and has not come to."""
-    import deepzero
-    from deepzero.utils import safe_set_full_fp32_param
-    from tests.distributed.null_gpu import null_gpu
-    from tests.distributed.test_offload import settings
-    from tests.distributed.training import KINDS, make_batch
-
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    torch.manual_seed(0)
-    with null_gpu(2):
-        engine, *_ = deepzero.initialize(model=KINDS["plain"](), config=settings(3, precision="bf16"))
-        batch = [t.to("cuda:0") for t in make_batch(0, 2)]
-        for _ in range(2):
-            engine.backward(engine(*batch))
-            engine.step()
-        breaking = engine.module.blocks[0][0].register_forward_hook(stop)
-        with contextlib.suppress(KeyboardInterrupt):
-            engine(*batch)
-        breaking.remove()
-        stage3 = engine.zero.stage3
-        bucket = next(b for b in stage3.coordinator.buckets if b.status.name == "INFLIGHT")
-        safe_set_full_fp32_param(bucket.params[0], torch.zeros(bucket.params[0].ds_shape))
-        engine.backward(engine(*batch))
-        engine.step()
-        seen = engine.last_step.loss, engine.params_sha256()
-        engine.destroy()
-        del engine, stage3, bucket
-        gc.collect()
-    return seen
-
-
-def read_between_steps(given: dict[str, Any]) -> Any:
-    """Parameters are on their way, and are read: by a model in eval mode, by a view, when the program ends."""
-    import deepzero
-    from deepzero.runtime.zero import overlap_param_gather
-    from tests.distributed.null_gpu import null_gpu
-    from tests.distributed.training import KINDS, make_batch
-
-    torch.manual_seed(0)
-    with null_gpu(2):
-        engine, *_ = deepzero.initialize(model=KINDS["plain"](), config=given)
-        (group,) = engine.zero.groups
-        batch, seen, held = [t.to("cuda:0") for t in make_batch(0, 2)], [], None
-        for step in range(6):
-            engine.backward(engine(*batch))
-            engine.step()
-            if step == 1:  # what is sent first is waited for alone, unless a module in eval mode reads for others
-                engine.module.embed.eval()(batch[0])
-                seen.append(group.flat_P.float().sum())
-                engine.module.embed.train()
-            if step == 2:  # first used on a stream of the program's own; and by two threads at once, on two streams
-                bias = engine.module.blocks[0][1].bias
-                bucket = vars(bias)["_under_way"]
-                for _ in range(2):
-                    with accelerator_of(group.device).stream(group.device).running():
-                        bucket.wait()
-                        seen.append(bias.detach().float().sum())
-                accelerator_of(group.device).synchronize(group.device)
-            if step == 3:
-                held = group.flat_P[1:]
-            if step == 5:
-                assert held is not None
-                seen.append(held.float().sum())
-                held = None
-        # Of most modules nobody asks anything in this step; it writes over what is on its way to them.
-        engine.backward(engine.module.embed(batch[0]).float().mean())
-        engine.step()
-        under_way = len(overlap_param_gather.all_under_way())
-        overlap_param_gather.finish()
-        seen.append(group.flat_P.float().sum())
-        shown = [under_way, *map(float, seen)]
-        engine.destroy()
-        del engine, group, held
-        gc.collect()
-    return shown
-
-
-def loaded_by_two() -> Any:
-    """What one rank has saved in stage 0 is read by the first of two, who each read a part and send it."""
-    import deepzero
-    from tests.distributed.null_gpu import null_gpu
-    from tests.distributed.test_offload import settings
-    from tests.distributed.training import KINDS, make_batch
-
-    seen = []
-    with tempfile.TemporaryDirectory() as folder:
-        for world in (0, 2):
-            torch.manual_seed(0)
-            with null_gpu(world):
-                engine, *_ = deepzero.initialize(model=KINDS["plain"](), config=settings(0, precision="bf16"))
-                if world:
-                    engine.load_checkpoint(folder)
-                batch = [t.to("cuda:0") for t in make_batch(0, 2)]
-                engine.backward(engine(*batch))
-                engine.step()
-                seen.append(engine.params_sha256())
-                if not world:
-                    engine.save_checkpoint(folder)
-                engine.destroy()
-                del engine
-                gc.collect()
-    return seen
+    return ALL
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import deepzero
 from deepzero.checkpoint.engine_state import EngineState
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm import process_group
-from tests.distributed.training import make_model, my_micro_batches, start
+from tests.distributed.training import make_model, one_step, start
 
 GLOBAL_BATCH = 12
 """Divides by 1, 2, 3 and 4 ranks."""
@@ -39,12 +39,8 @@ def engine_for(world: int, stage: int, micro: int | None = None, **changes: Any)
 def steps(engine: deepzero.Engine, rank: int, world: int, until: int) -> list[tuple[Any, ...]]:
     """Train up to step ``until``; losses, norms, learning rate and loss scale of each step."""
     records = []
-    micro, accumulation = engine.batch.micro_batch, engine.batch.accumulation
     while engine.global_steps < until:
-        for ids, labels in my_micro_batches(engine.global_steps, rank, world, micro, accumulation):
-            engine.backward(engine(ids, labels))
-            engine.step()
-        r = engine.last_step
+        r = one_step(engine, rank, world, engine.global_steps)
         records.append((r.step, r.loss, r.lr, r.grad_norm, r.grad_norm_clipped, r.loss_scale, r.skipped))
     return records
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import torch
 
+import deepzero
 from deepzero.comm.collectives import ALL_GATHER, REDUCE_SCATTER, DryRunRank
 from deepzero.comm.simulated_streams import SimulatedAccelerator, Transport, simulated_streams
 from tests.distributed.one_of_many import Mirrored, one_of_many
+from tests.distributed.training import KINDS
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -41,3 +44,17 @@ def null_gpu(mirrors=0, locks=True):
             accelerator.transport_class = type("", (Mirrors,), {"world": mirrors})
             stack.enter_context(one_of_many(DryRunRank(0, mirrors, "cuda", mirrors), Mirrored, str(GPU)))
         yield machine
+
+
+@contextlib.contextmanager
+def engine_in(place, given, kind="plain", init=False):
+    """An engine over a model of ``KINDS``, and the machine of ``place``; afterwards nothing of the engine is left."""
+    torch.manual_seed(0)
+    with place as machine:
+        with deepzero.zero.Init(enabled=init, remote_device="cpu"):
+            model = KINDS[kind]()
+        engine = deepzero.initialize(model=model, config=given)[0]
+        yield engine, machine
+        engine.destroy()
+        del engine, model
+        gc.collect()

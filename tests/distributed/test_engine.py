@@ -24,6 +24,7 @@ from tests.distributed.training import (
     my_micro_batches,
     one_step,
     start,
+    step_on,
 )
 
 
@@ -151,10 +152,7 @@ class Several(TinyModel):
     """Loss and logits, as Hugging Face models return them."""
 
     def forward(self, ids, labels):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        logits = self.head(self.norm(x)).float()
+        logits = self.logits(ids)
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
@@ -213,8 +211,7 @@ def test_unused_parameters_are_named_in_one_line(rank, world, stage):
     with log_lines() as messages:
         engine = start(Chosen(), stage=stage, bucket=4, optimizer=SGD)
         for used in ([0], [0, 1], [1]):
-            engine.backward(engine(torch.ones(2, 4), used))
-            engine.step()
+            step_on(engine, torch.ones(2, 4), used)
     said = ["layers.5.weight, layers.4.weight, layers.3.weight and 2 more", "layers.0.weight"]
     assert [m.split(": ")[1] for m in messages if "no gradient" in m] == [said, []][rank]
 
@@ -257,16 +254,11 @@ class Checkpointed(TinyModel):
         super().__init__()
         self.reentrant = reentrant
 
-    def forward(self, ids, labels):
-        x = self.embed(ids)
-        for block in self.blocks:
+    def through(self, block, x):
+        def run(y):
+            return y + block(y) + self.embed.weight.mean() * self.blocks[0][1].weight.mean()
 
-            def run(y, block=block):
-                return y + block(y) + self.embed.weight.mean() * self.blocks[0][1].weight.mean()
-
-            x = run(x) if self.reentrant is None else checkpoint(run, x, use_reentrant=self.reentrant)
-        logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        return run(x) if self.reentrant is None else checkpoint(run, x, use_reentrant=self.reentrant)
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -298,8 +290,7 @@ def test_two_backward_passes_before_a_step(rank, world, stage):
     engine = start(make_model(), stage=stage, bucket=800, optimizer=SGD, gradient_clipping=0)
     first, second = (my_micro_batches(step, rank, world, 2, 1)[0] for step in (0, 1))
     engine.backward(engine(*first))
-    engine.backward(engine(*second))
-    engine.step()
+    step_on(engine, *second)
     ours = engine.module.parameters()
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, expected, strict=True))
 
@@ -317,8 +308,7 @@ def test_evaluation_and_zero_grad_in_between(rank, world, stage):
             engine.discard_gradients()
         for step in range(3):
             for ids, labels in my_micro_batches(step, rank, world, 2, 2):
-                engine.backward(engine(ids, labels))
-                engine.step()
+                step_on(engine, ids, labels)
                 if disturb:
                     engine.eval()
                     with torch.no_grad():
@@ -361,6 +351,5 @@ def test_backward_that_raises(rank, world, stage):
         engine(x)
     engine.discard_gradients()
     engine.module.broken = False
-    engine.backward(engine(x))
-    engine.step()
+    step_on(engine, x)
     assert engine.last_step.grad_norm > 0

@@ -27,6 +27,7 @@ from tests.distributed.training import (
     my_micro_batches,
     one_step,
     start,
+    step_on,
 )
 
 
@@ -52,14 +53,12 @@ def test_a_step_without_any_backward_pass_is_refused(rank, world, stage):
     with pytest.raises(RuntimeError, match=rf"no backward pass has run on rank {rank} since optimizer step 0"):
         engine.step()
     assert (engine.micro_steps, engine.params_sha256()) == (0, before)
-    engine.backward(engine(*batch))
-    engine.step()
+    step_on(engine, *batch)
     engine.step()  # one backward pass is enough for a step of two micro-batches
     assert engine.was_step_applied() and engine.params_sha256() != before
     with pytest.raises(RuntimeError, match="since optimizer step 1"):
         engine.step()
-    engine.backward(engine(*batch))
-    engine.step()
+    step_on(engine, *batch)
     assert (engine.micro_steps, engine.global_steps) == (3, 1)
 
 

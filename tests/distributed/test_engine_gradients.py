@@ -24,6 +24,7 @@ from tests.distributed.training import (
     my_micro_batches,
     one_step,
     start,
+    step_on,
 )
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -88,8 +89,7 @@ def test_no_sync_is_the_programs_own_accumulation(rank, world, stage):
             assert safe_get_full_grad(engine.module.norm.weight) is None
         with engine.no_sync():
             engine.backward(engine(*first))
-        engine.backward(engine(*last))
-        engine.step()
+        step_on(engine, *last)
         engine.zero_grad()
         one_step(engine, rank, world, 2)
         hashes.append((engine.last_step.grad_norm, engine.params_sha256(), engine.micro_steps))
@@ -120,8 +120,7 @@ def test_discarded_gradients_leave_nothing(rank, world, stage):
         )
         if disturb:
             for _ in range(2):
-                engine.backward(engine(*make_batch(50, 2)))
-                engine.step()
+                step_on(engine, *make_batch(50, 2))
             engine.discard_gradients()
             assert safe_get_full_grad(engine.module.norm.weight) is None
             with pytest.raises(RuntimeError, match="no backward pass has run"):
@@ -166,8 +165,7 @@ def test_sparse_and_dense_gradients_add_up(rank, world):
         expected = engine.module.embed.weight.detach().clone().requires_grad_()
         ids = torch.tensor([1, 5, 5])
         for some in dense:
-            engine.backward(engine(ids, some))
-            engine.step()
+            step_on(engine, ids, some)
             (expected if some else expected[ids]).square().sum().backward()
         assert torch.allclose(engine.module.embed.weight, expected.detach() - 0.1 * expected.grad / len(dense))
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import deepzero
 from deepzero.comm.ledger import off_forms
 from deepzero.monitor.monitor import _last_words
-from tests.distributed.training import config
+from tests.distributed.training import config, step_on
 
 VOCAB = 70
 
@@ -102,8 +102,7 @@ def off(rank, world, cases):
         evaluate(before)
         for _ in range(4):
             for _ in range(engine.gradient_accumulation_steps()):
-                engine.backward(engine(*batch()))
-                engine.step()
+                step_on(engine, *batch())
             evaluate(between)
         found.append([f"seed {seed}: {line}" for line in off_forms(engine.report())])
         engine.destroy()

@@ -39,18 +39,15 @@ from deepzero.utils import (
     safe_set_full_grad,
 )
 from deepzero.utils.threads import start_thread
-from tests.distributed.null_gpu import CPU, GPU, null_gpu
+from tests.distributed.null_gpu import CPU, GPU, engine_in, null_gpu
 from tests.distributed.test_offload import settings
-from tests.distributed.training import KINDS, built, config, my_micro_batches
+from tests.distributed.training import KINDS, WHOLE, built, config, go, my_micro_batches, step_on
 
 HOST = {"cpu_checkpointing": True, "cpu_checkpointing_min_bytes": 1}
 
 
 def train(engine, rank, world, first, last):
-    for step in range(first, last):
-        for ids, labels in my_micro_batches(step, rank, world, engine.batch.micro_batch, engine.batch.accumulation):
-            engine.backward(engine(ids.to(engine.device), labels.to(engine.device)))
-            engine.step()
+    go(engine, rank, world, first, last)
     return engine.last_step.loss, engine.last_step.grad_norm
 
 
@@ -238,8 +235,7 @@ def test_init_keeps_parts_on_the_host(world):
         with deepzero.zero.GatheredParameters(weight):
             assert float(weight.detach().float().sum()) == pytest.approx(doubled, abs=0.1)
         ids, labels = (t.to(GPU) for t in my_micro_batches(0, 0, world, 2, 1)[0])
-        engine.backward(engine(ids, labels))
-        engine.step()
+        step_on(engine, ids, labels)
         engine.destroy()
         del engine
         gc.collect()
@@ -248,20 +244,16 @@ def test_init_keeps_parts_on_the_host(world):
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1, 2))])
 def test_a_step_waits_for_nothing_but_the_agreement(stage):
     """What the ranks agree on is read by ``Communicator.read``, which the imitation does not count."""
-    with null_gpu(mirrors=2) as machine:
-        zero = {"stage3_param_persistence_threshold": 100} if stage == 3 else {}
-        given = config(stage=stage, bucket=1500, precision="fp16", zero=zero, gradient_accumulation_steps=2)
-        engine = built(given, KINDS["plain"])
+    zero = {"stage3_param_persistence_threshold": 100} if stage == 3 else {}
+    given = config(stage=stage, bucket=1500, precision="fp16", zero=zero, gradient_accumulation_steps=2)
+    with engine_in(null_gpu(mirrors=2), given) as (engine, machine):
         batches = [[t.to(GPU) for t in batch] for batch in my_micro_batches(0, 0, 2, 2, 2)]
         for _ in range(3):
             machine.waits.clear()
             for ids, labels in batches:
-                engine.backward(engine(ids, labels))
-                engine.step()
+                step_on(engine, ids, labels)
         assert machine.waits == []
-        engine.destroy()
         del engine
-        gc.collect()
 
 
 def on_another_stream(param, hook):
@@ -287,15 +279,14 @@ def of_several_streams(stage):
         with torch._C.DisableTorchFunction():
             return register(param, on_another_stream(param, hook) if next(numbers) % 2 else hook)
 
-    with mock.patch.object(torch.Tensor, "register_post_accumulate_grad_hook", elsewhere), null_gpu(mirrors=2):
-        torch.manual_seed(0)
-        zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
-        engine = built(config(stage=stage, bucket=1500, precision="bf16", zero=zero), KINDS["plain"])
+    given = config(stage=stage, bucket=1500, precision="bf16", zero=WHOLE if stage == 3 else {})
+    with (
+        mock.patch.object(torch.Tensor, "register_post_accumulate_grad_hook", elsewhere),
+        engine_in(null_gpu(mirrors=2), given) as (engine, _),
+    ):
         train(engine, 0, 2, 0, 2)
         assert next(numbers) > 4
-        engine.destroy()
         del engine
-        gc.collect()
 
 
 @pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1, 3))])
@@ -496,17 +487,12 @@ def test_a_gate_orders_streams():
 
 def test_a_load_waits_for_the_last_copies():
     """Masters are what is sent, in fp32: the device waits for their copies, the program does not."""
-    with null_gpu(mirrors=2):
-        engine = built(settings(2, 1.0), KINDS["plain"])
-        ids, labels = (t.to(GPU) for t in my_micro_batches(0, 0, 2, 2, 1)[0])
-        engine.backward(engine(ids, labels))
-        engine.step()
+    with engine_in(null_gpu(mirrors=2), settings(2, 1.0)) as (engine, _):
+        step_on(engine, *(t.to(GPU) for t in my_micro_batches(0, 0, 2, 2, 1)[0]))
         master = engine.zero.groups[0].masters[0]
         with torch.no_grad(), pytest.raises(Race, match="the program writes"):
             master.add_(1)
         engine.before_writes()
         with torch.no_grad():
             master.add_(1)
-        engine.destroy()
         del engine, master
-        gc.collect()

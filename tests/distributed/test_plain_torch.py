@@ -7,7 +7,7 @@ import torch
 
 import deepzero
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import built, config, make_batch, make_model, one_step
+from tests.distributed.training import built, config, make_batch, make_model, one_step, step_on
 from tests.unit.test_optimizer_trial import LayerNorm
 
 OPTIMIZERS = {
@@ -50,8 +50,7 @@ def test_one_rank_is_the_plain_loop(rank, world, name, stage):
         reference.zero_grad()
         plain(ids, labels).backward()
         reference.step()
-        engine.backward(engine(ids, labels))
-        engine.step()
+        step_on(engine, ids, labels)
         ours = dict(model.named_parameters())
         for key, theirs in plain.named_parameters():
             assert torch.equal(ours[key], theirs), (step, key)
@@ -99,8 +98,7 @@ def losses_and_parameters(rank, world, stage, optimizer, steps):
     for step in range(steps):
         ids, labels = make_batch(step, 8)
         mine = slice(rank * 8 // world, (rank + 1) * 8 // world)
-        engine.backward(engine(ids[mine], labels[mine]))
-        engine.step()
+        step_on(engine, ids[mine], labels[mine])
         losses.append(engine.last_step.loss)
     return losses, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
@@ -163,8 +161,7 @@ def deepzero_bf16_losses(rank, world):
     engine, losses = built(settings | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}}), []
     for step in range(len(DEEPSPEED_BF16)):
         ids, labels = make_batch(step, 8)
-        engine.backward(engine(ids[4 * rank : 4 * rank + 4], labels[4 * rank : 4 * rank + 4]))
-        engine.step()
+        step_on(engine, ids[4 * rank : 4 * rank + 4], labels[4 * rank : 4 * rank + 4])
         losses.append(engine.last_step.loss)
     return losses
 
@@ -189,8 +186,7 @@ def test_norms_of_whole_layers_in_stage_0(rank, world):
         reference.zero_grad()
         plain(ids, labels).backward()
         reference.step()
-        engine.backward(engine(ids[4 * rank : 4 * rank + 4], labels[4 * rank : 4 * rank + 4]))
-        engine.step()
+        step_on(engine, ids[4 * rank : 4 * rank + 4], labels[4 * rank : 4 * rank + 4])
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     other = make_model()

@@ -1,7 +1,6 @@
 """Waits, gates and poisons are needed: without one of them (a list says where not) something raises or differs."""
 
 import contextlib
-import gc
 from unittest import mock
 
 import pytest
@@ -9,46 +8,18 @@ import torch
 
 import deepzero
 from deepzero.comm.collectives import Communicator, DryRunRank
-from tests.distributed.null_gpu import CPU, GPU, null_gpu
+from tests.distributed.null_gpu import CPU, GPU, engine_in, null_gpu
 from tests.distributed.one_of_many import Mirrored, one_of_many
 from tests.distributed.test_offload import settings
-from tests.distributed.training import KINDS, make_batch
+from tests.distributed.training import make_batch, step_on
 from tools import waits
+from tools.stream_programs import OFFLOADED, PROGRAMS
 
 VERBS = {
     "wait", "finish", "record", "poison", "settle", "_settle", "drain", "wait_all", "wait_event", "synchronize",
     "finish_reads", "before_write", "before_writes", "_catch_up",
     "arrive", "_wait_for_update", "wait_shard",
 }  # fmt: skip
-
-BUCKET = 1000
-OFFLOADED = {"precision": "bf16", "gradient_accumulation_steps": 2, "chaos": 3, "bucket": BUCKET}
-HOST = {"cpu_checkpointing": True, "cpu_checkpointing_min_bytes": 1}
-QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "quantization": {"block_size": 64}}
-
-
-def zeropp(world, comm=None, **more):
-    made = settings(3, precision="bf16", chaos=3, bucket=BUCKET)
-    made["zero_optimization"].update(more)
-    made["comm"].update(comm or {})
-    return world, made, "plain"
-
-
-PROGRAMS = {
-    "stage 0": (2, settings(0, precision="bf16", chaos=3, bucket=BUCKET), "plain"),
-    "stage 2": (2, settings(2, **OFFLOADED), "plain"),
-    "offload": (2, settings(2, 1.0, **OFFLOADED), "plain"),
-    "offload in fp32": (2, settings(2, 0.5, chaos=3, bucket=BUCKET), "plain"),
-    "delayed": (2, settings(2, 1.0, offload={"delayed_update": True, "delay_after_steps": 0}, **OFFLOADED), "plain"),
-    "stage 3": (2, settings(3, 1.0, **OFFLOADED), "plain"),
-    "stage 3 on the host": (2, settings(3, 0.5, param=True, chaos=3, bucket=BUCKET), "plain"),
-    "alone": (1, settings(2, 1.0, activation_checkpointing=HOST, **OFFLOADED), "plain"),
-    "alone in stage 3": (1, settings(3, 1.0, param=True, **OFFLOADED), "plain"),
-    "quantized": zeropp(4, {"ranks_per_node": 2}, zero_hpz_partition_size=2, **QUANTIZED),
-    "hybrid": zeropp(4, mics_shard_size=2),
-    "qwZ": zeropp(2, zero_quantized_weights=True, quantization={"block_size": 64}),
-}
-"""Ranks, settings, model."""
 
 ON_GPU = {
     "deepzero.comm.reduce_scatter": ("stage 2", "alone", "stage 0", "quantized"),
@@ -169,29 +140,24 @@ def poisoned(engine):
 def run(program, device):
     """Some steps, and what is between them; everything that can be seen of them."""
     world, given, kind = PROGRAMS[program]
-    torch.manual_seed(0)
     seen = []
-    with null_gpu(world) if device == GPU else mirrored_cpu(world):
-        engine, *_ = deepzero.initialize(model=KINDS[kind](), config=given)
+    with engine_in(null_gpu(world) if device == GPU else mirrored_cpu(world), given, kind) as (engine, _):
         weight = dict(engine.module.named_parameters())["blocks.0.1.weight"]
         for step in range(4 if program == "delayed" else 3):
             for k in range(engine.batch.accumulation):
-                ids, labels = (t.to(device) for t in make_batch(10 * step + k, 2))
-                engine.backward(engine(ids, labels))
-                engine.step()
+                batch = [t.to(device) for t in make_batch(10 * step + k, 2)]
+                step_on(engine, *batch)
             seen.append((engine.last_step.loss, engine.last_step.grad_norm, poisoned(engine)))
             if step == 1:
                 with torch.no_grad():
-                    engine(ids, labels)
+                    engine(*batch)
                 engine.finish_delayed_update()
                 with deepzero.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
                     weight.mul_(0.5)
                 engine.offload_states(non_blocking=True)
                 engine.reload_states(non_blocking=True)
         seen.append(engine.params_sha256())
-        engine.destroy()
         del engine, weight
-        gc.collect()
     return seen
 
 
@@ -238,9 +204,7 @@ def test_offload_has_the_bits_of_a_run_without_on_a_gpu(stage):
     """Norms of sums that the CPU has added up are those that the device would have taken; nothing waits for it."""
     results = []
     for ratio in (None, 1.0):
-        torch.manual_seed(0)
-        with null_gpu(2) as machine:
-            engine, *_ = deepzero.initialize(model=KINDS["plain"](), config=settings(stage, ratio, **OFFLOADED))
+        with engine_in(null_gpu(2), settings(stage, ratio, **OFFLOADED)) as (engine, machine):
             seen = []
             for step in range(3):
                 for k in range(engine.batch.accumulation):
@@ -251,7 +215,5 @@ def test_offload_has_the_bits_of_a_run_without_on_a_gpu(stage):
                     engine.step()
                 seen.append((engine.last_step.loss, engine.last_step.grad_norm))
             results.append((seen, engine.params_sha256()))
-            engine.destroy()
             del engine
-            gc.collect()
     assert results[0] == results[1]

@@ -33,13 +33,20 @@ class TinyModel(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy over all tokens, in fp32."""
+    def through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """What a block makes of the stream."""
+        return x + block(x)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """In fp32."""
         x = self.embed(ids)
         for block in self.blocks:
-            x = x + block(x)
-        logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+            x = self.through(block, x)
+        return self.head(self.norm(x)).float()
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        """Mean cross-entropy over all tokens, in fp32."""
+        return nn.functional.cross_entropy(self.logits(ids).flatten(0, 1), labels.flatten())
 
 
 class Checkpointed(TinyModel):
@@ -47,13 +54,8 @@ class Checkpointed(TinyModel):
 
     reentrant = False
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """As :class:`TinyModel`'s."""
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
-        logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+    def through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(block, x, use_reentrant=self.reentrant)
 
 
 class Reentrant(Checkpointed):
@@ -183,11 +185,16 @@ def built(settings: dict[str, Any], model: Any = make_model, **given: Any) -> de
     return deepzero.initialize(model=made, config=settings, **given)[0]
 
 
+def step_on(engine: deepzero.Engine, *batch: Any) -> None:
+    """One micro-batch: forward, backward, step."""
+    engine.backward(engine(*batch))
+    engine.step()
+
+
 def one_step(engine: deepzero.Engine, rank: int, world: int, step: int = 0) -> Any:
     """One optimizer step on the data of ``step``; its record."""
     for ids, labels in my_micro_batches(step, rank, world, engine.batch.micro_batch, engine.batch.accumulation):
-        engine.backward(engine(ids, labels))
-        engine.step()
+        step_on(engine, ids.to(engine.device), labels.to(engine.device))
     return engine.last_step
 
 

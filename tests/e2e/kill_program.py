@@ -23,7 +23,7 @@ from deepzero.checkpoint import async_save, shard_file  # noqa: E402
 from deepzero.checkpoint import checkpoint_dir as folders  # noqa: E402
 from deepzero.comm import process_group  # noqa: E402
 from deepzero.health import hang_report  # noqa: E402
-from tests.distributed.training import make_model, my_micro_batches, start  # noqa: E402
+from tests.distributed.training import make_model, one_step, start  # noqa: E402
 
 DONE, WRONG, FAILED = 0, 3, 4
 """How a rank ends by itself; WRONG: a checkpoint has given other bits than were saved."""
@@ -80,10 +80,8 @@ def live(job, rank):
     losses, hashes = {}, {}
     while engine.global_steps < job["until"]:
         step = engine.global_steps
-        for ids, labels in my_micro_batches(step, rank, world, 2, 1):
-            engine.backward(engine(ids, labels))
-            engine.step()
-        losses[step + 1], hashes[step + 1] = engine.last_step.loss, engine.params_sha256() if record else ""
+        losses[step + 1] = one_step(engine, rank, world, step).loss
+        hashes[step + 1] = engine.params_sha256() if record else ""
         if record is None:
             if losses[step + 1] != reference["losses"][str(step + 1)]:
                 print(f"step {step + 1}: loss {losses[step + 1]}, not the reference's")

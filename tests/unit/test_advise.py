@@ -181,25 +181,6 @@ def test_nothing_fits(capsys, tmp_path):
     assert all(refused["too_much"] > 0 for refused in written["refused"])
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["--ranks", "0"], "--ranks 0: there has to be at least one"),
-    (["--ranks", "12"], "does not divide it; say --ranks-per-node"),
-    (["--ranks", "8", "--ranks-per-node", "3"], "1, 2, 4 or 8"),
-    (["--memory-gb", "nan"], "--memory-gb nan: must be a positive number"),
-    (["--headroom", "1"], "--headroom 1.0: must be a part"),
-    (["--cluster", "b200"], "cluster=b200: there are h100"),
-    (["--global-batch", "9", "--ranks", "2"], "train_batch_size=9: does not divide"),
-    (["--global-batch", "8", "train_batch_size=4", "--ranks", "2"], "leave one of them out"),
-    (["zero.stgae=2"], "stgae"),
-    (["launch.nproc=4", "--ranks", "8"], "launch.nproc=4: advice is for 8 ranks"),
-    (["--json", "none/advice.json"], "make it first"),
-])  # fmt: skip
-def test_bad_input(arguments, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert tool.main(["--json", "advice.json", *arguments]) == 2
-    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
 @pytest.mark.exhaustive
 def test_what_is_printed_runs(advice, tmp_path):
     """The one that offloads most, for two steps on this machine."""

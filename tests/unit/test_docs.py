@@ -34,7 +34,10 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 CONFIG = DOCS / "config.md"
 COMMANDS = ("pip install -e . && python train.py zero.stage=2", 'pip install -e ".[test]" && pytest')
-CODE = re.compile(r"`((?:deepzero|tests|tools|configs|examples)/[\w/.]*\w|train\.py|\.ci/run)(?::([A-Za-z_][\w.]*))?`")
+CODE = re.compile(
+    r"`((?:deepzero|tests|tools|configs|examples|docs)/[\w./-]*\w|train\.py|\.ci/run)(?::([A-Za-z_][\w.]*))?`"
+)
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
 
 
 def text(page):
@@ -42,9 +45,21 @@ def text(page):
 
 
 @functools.cache
-def names_of(file):
-    """What a Python file defines, parsed once for all the pointers into it."""
-    return ast.parse(text(file)).body
+def names_in(file):
+    """Every dotted name that a Python file defines: classes, functions, also inside of them, and constants."""
+    found = set()
+
+    def visit(body, prefix):
+        for node in body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                found.add(prefix + node.name)
+                visit(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+    visit(ast.parse(text(file)).body, "")
+    return found
 
 
 def fenced(page):
@@ -57,10 +72,27 @@ def prose(page):
     return re.sub(r"^```\w*\n.*?^```", "", text(page), flags=re.M | re.S)
 
 
-def headings(page):
-    """The names under which a page's headings can be linked."""
+@functools.cache
+def anchors(page):
+    """What can be linked in a page: its headings, as mkdocs and code hosts name them, and explicit ids."""
     found = re.findall(r"^#+ (.+)$", prose(page), re.M)
-    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found]
+    named = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in found}
+    return named | set(re.findall(r'id="([^"]+)"', text(page)))
+
+
+def resolve(passage, page):
+    """Raise where a link or a pointer of a passage of a page leads nowhere. Returns how many there are."""
+    links, pointers = LINK.findall(passage), CODE.findall(passage)
+    for link, anchor in links:
+        if "://" not in link:
+            target = (page.parent / link).resolve() if link else page
+            assert target.exists() and (not anchor or anchor in anchors(target)), f"{link}#{anchor}"
+    for file, name in pointers:
+        if file.rstrip("/") in ("docs/benchmarks", "examples") or (page.name == "CONTRIBUTING.md" and not name):
+            continue
+        assert (ROOT / file).exists(), file
+        assert not name or name in names_in(ROOT / file), f"{file}:{name}"
+    return len(links) + len(pointers)
 
 
 def rows(page):
@@ -160,17 +192,17 @@ def test_defaults_in_the_tables_are_deepspeeds(monkeypatch):
     assert EngineConfig().dataloader_drop_last is ours["dataloader_drop_last"]
 
 
-def names_in(paragraph):
+def quoted_in(paragraph):
     """The words in backquotes in the paragraph of docs/config.md that begins with ``*paragraph*``."""
     return re.findall(r"`(\w+)`", re.search(rf"^\*{paragraph}\*.*?\n\n", text(CONFIG), re.S | re.M)[0])
 
 
 def test_blocks_may_be_switched_off_and_refused_keys_are_refused():
-    assert names_in("Switched off") == [*SWITCHED_OFF, "activation_checkpointing"]
+    assert quoted_in("Switched off") == [*SWITCHED_OFF, "activation_checkpointing"]
     dotted = re.search(r"^\*Dotted\*.*?\n\n", text(CONFIG), re.S | re.M)[0]
     assert re.findall(r"`([\w.]+)`", dotted) == [*DOTTED]
-    assert names_in("Moot") == [path.rpartition(".")[2] for path in MOOT] + [*NVME_ALONE]
-    assert names_in("Refused") == [path.rpartition(".")[2] for path in NOT_IMPLEMENTED]
+    assert quoted_in("Moot") == [path.rpartition(".")[2] for path in MOOT] + [*NVME_ALONE]
+    assert quoted_in("Refused") == [path.rpartition(".")[2] for path in NOT_IMPLEMENTED]
     for place in NOT_IMPLEMENTED:
         with pytest.raises(ConfigError, match=f"'{place}' is a DeepSpeed key that deepzero does not implement"):
             load_engine_config({"train_batch_size": 4, **nested(place, {} if place in BY_PRESENCE else "asked for")})
@@ -194,20 +226,7 @@ def test_schedules_with_their_parameters():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_pointers_resolve(page):
-    for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", prose(page)):
-        if "://" not in link:
-            target = (page.parent / link).resolve() if link else page
-            assert target.exists() and (not anchor or anchor in headings(target)), f"{link}#{anchor}"
-    for file, name in CODE.findall(prose(page)):
-        if file.rstrip("/") in ("docs/benchmarks", "examples") or (page.name == "CONTRIBUTING.md" and not name):
-            continue
-        assert (ROOT / file).exists(), file
-        if name:
-            body = names_of(ROOT / file)
-            for part in name.split("."):  # each is defined inside the one before
-                found = [node for node in body if getattr(node, "name", None) == part]
-                assert found, f"{file}:{name}"
-                body = found[0].body
+    resolve(prose(page), page)
 
 
 def test_the_book_has_every_page_and_no_other():

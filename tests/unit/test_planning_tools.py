@@ -1,11 +1,11 @@
-"""``tools.plan`` and ``tools.simulate`` from the command line, in this process: output, exit status, odd input."""
+"""``tools.plan``, ``tools.simulate``, ``tools.advise`` from the command line: what is said, and odd input."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from tools import plan, simulate
+from tools import advise, plan, simulate
 
 TINY = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.block_size=16"]
 PROGRAM = """
@@ -67,6 +67,25 @@ def test_a_plan_for_a_hugging_face_model(folder, capsys):
     assert "16 ranks on 2 nodes" in capsys.readouterr().out
 
 
+def test_simulated_on_both_clusters_of_the_post(folder, capsys):
+    words = [*TINY, "--compare", "zero.stage=1", "--compare", "zero=stage1_allreduce", "--check", "0", "--check", "5"]
+    assert simulate.main([*words, "--cluster", "azure_nc24r", "--cluster", "dgx_2h", "--json", "found.json"]) == 0
+    found = json.loads((folder / "found.json").read_text())
+    assert [(row["cluster"], row["world_size"]) for row in found] == [("azure_nc24r", 32)] * 2 + [("dgx_2h", 128)] * 2
+    for scattered, reduced in (found[:2], found[2:]):
+        assert scattered["settings"].endswith("zero.stage=1") and scattered["differences"] == []
+        assert scattered["network_seconds"] < reduced["network_seconds"]
+    assert capsys.readouterr().out.count("all go the same way") == 4
+
+
+def test_a_wrong_rank_ends_with_its_own_status(folder, capsys):
+    words = [*TINY, "--ranks", "4", "--wrong", "2:blocks.0", "--wrong", "3:blocks.0.norm_1"]
+    assert simulate.main(words) == simulate.DIFFERENT
+    text = capsys.readouterr().out
+    assert "rank 2 launches what the others launch, and computes something else" in text
+    assert "rank 3 launches what" in text
+
+
 @pytest.mark.parametrize(("tool", "words", "said"), [
     (plan, ["--ranks", "0"], "--ranks 0: there has to be at least one"),
     (plan, ["--ranks-per-node", "0"], "--ranks-per-node 0: there has to be at least one"),
@@ -96,29 +115,22 @@ def test_a_plan_for_a_hugging_face_model(folder, capsys):
     (simulate, ["--json", "nowhere/found.json"], "--json nowhere/found.json"),
     (simulate, ["--save", "probed.json"], "--save belongs to --probe"),
     (simulate, ["--probe", "--cluster", "h100"], "--probe measures"),
+    (advise, ["--ranks", "0"], "--ranks 0: there has to be at least one"),
+    (advise, ["--ranks", "12"], "does not divide it; say --ranks-per-node"),
+    (advise, ["--ranks", "8", "--ranks-per-node", "3"], "1, 2, 4 or 8"),
+    (advise, ["--memory-gb", "nan"], "--memory-gb nan: must be a positive number"),
+    (advise, ["--headroom", "1"], "--headroom 1.0: must be a part"),
+    (advise, ["--cluster", "b200"], "cluster=b200: there are h100"),
+    (advise, ["--global-batch", "9", "--ranks", "2"], "train_batch_size=9: does not divide"),
+    (advise, ["--global-batch", "8", "train_batch_size=4", "--ranks", "2"], "leave one of them out"),
+    (advise, ["zero.stgae=2"], "stgae"),
+    (advise, ["launch.nproc=4", "--ranks", "8"], "launch.nproc=4: advice is for 8 ranks"),
+    (advise, ["--json", "none/advice.json"], "--json none/advice.json: give a file in a folder that exists"),
 ])  # fmt: skip
-def test_nothing_to_plan_or_to_simulate(folder, capsys, tool, words, said):
+def test_what_cannot_be_used_is_one_message_and_nothing_is_written(folder, capsys, tool, words, said):
     before = sorted(folder.iterdir())
-    assert tool.main(words if tool is plan else [*TINY, *words]) == 2
+    given = {plan: [], simulate: TINY, advise: ["--json", "advice.json"]}[tool]
+    assert tool.main([*given, *words]) == 2
     captured = capsys.readouterr()
-    assert said in captured.err and (captured.out == "" or tool is simulate)
+    assert said in captured.err and (tool is simulate or captured.out == "")
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
-
-
-def test_simulated_on_both_clusters_of_the_post(folder, capsys):
-    words = [*TINY, "--compare", "zero.stage=1", "--compare", "zero=stage1_allreduce", "--check", "0", "--check", "5"]
-    assert simulate.main([*words, "--cluster", "azure_nc24r", "--cluster", "dgx_2h", "--json", "found.json"]) == 0
-    found = json.loads((folder / "found.json").read_text())
-    assert [(row["cluster"], row["world_size"]) for row in found] == [("azure_nc24r", 32)] * 2 + [("dgx_2h", 128)] * 2
-    for scattered, reduced in (found[:2], found[2:]):
-        assert scattered["settings"].endswith("zero.stage=1") and scattered["differences"] == []
-        assert scattered["network_seconds"] < reduced["network_seconds"]
-    assert capsys.readouterr().out.count("all go the same way") == 4
-
-
-def test_a_wrong_rank_ends_with_its_own_status(folder, capsys):
-    words = [*TINY, "--ranks", "4", "--wrong", "2:blocks.0", "--wrong", "3:blocks.0.norm_1"]
-    assert simulate.main(words) == simulate.DIFFERENT
-    text = capsys.readouterr().out
-    assert "rank 2 launches what the others launch, and computes something else" in text
-    assert "rank 3 launches what" in text

@@ -1,12 +1,10 @@
 """``docs/sources.md``: every pointer resolves, and every number of its errata that can be computed is computed."""
 
-import ast
 import dataclasses
 import importlib.util
 import json
 import re
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,76 +33,35 @@ from deepzero.runtime.zero.fetch_plan import FetchLimits, ModuleUse, compile_pla
 from deepzero.runtime.zero.parameter_all_gather import FORWARD
 from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER, get_data_parallel_partitions
 from tests.configs.compose import run_config
+from tests.unit import test_docs
+from tests.unit.test_docs import ROOT, names_in, text
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "sources.md"
 GB = 1e9
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
-POINTER = re.compile(r"`((?:deepzero|tests|tools|configs|examples|docs)/[\w./-]+|train\.py)(?::([A-Za-z_][\w.]*))?`")
 COMMAND = re.compile(r"`(python (?:-m )?([\w./]+)[^`]*)`")
-LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
-
-
-@cache
-def text():
-    return PAGE.read_text(encoding="utf-8")
 
 
 def table(pattern):
     """The cells of the rows whose first cell matches ``pattern``."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text().splitlines() if line[:1] == "|"]
-    return [row for row in rows if re.fullmatch(pattern, row[0])]
+    return [row for row in test_docs.rows(PAGE) if re.fullmatch(pattern, row[0])]
 
 
 ROWS = table(r"S[1-5]-\d\d\d?")
 ERRATA = table(r"E-\d\d")
 
 
-@cache
-def names_in(file):
-    """Every dotted name that a Python file defines: classes, functions, methods, constants."""
-    found = set()
-
-    def visit(body, prefix):
-        for node in body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                found.add(prefix + node.name)
-                visit(node.body if isinstance(node, ast.ClassDef) else [], f"{prefix}{node.name}.")
-            elif isinstance(node, ast.Assign | ast.AnnAssign):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                found.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
-
-    visit(ast.parse(Path(file).read_text(encoding="utf-8")).body, "")
-    return found
-
-
-@cache
-def anchors(page):
-    """What can be linked in a page: its headings, as mkdocs and code hosts name them, and explicit ids."""
-    body = Path(page).read_text(encoding="utf-8")
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", body, flags=re.M | re.S), re.M)
-    named = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
-    return named | set(re.findall(r'id="([^"]+)"', body))
-
-
 def resolve(cell):
     """Raise where a pointer, command or link of a cell leads nowhere. Returns how many there are."""
-    for file, name in POINTER.findall(cell):
-        assert (ROOT / file).exists(), file
-        assert not name or name in names_in(ROOT / file), f"{file}:{name}"
-    for command, program in COMMAND.findall(cell):
+    commands = COMMAND.findall(cell)
+    for command, program in commands:
         module = (ROOT / program).exists() if "/" in program or program.endswith(".py") else None
         assert importlib.util.find_spec(program) if module is None else module, command
         if program == "train.py":
             assert run_config(*(word for word in command.split()[2:] if word != "-m"))
-    for page, anchor in LINK.findall(cell):
-        if "://" not in page:
-            target = PAGE.parent / page if page else PAGE
-            assert target.exists(), page
-            assert not anchor or anchor in anchors(target), f"{page}#{anchor}"
-    return len(POINTER.findall(cell)) + len(COMMAND.findall(cell)) + len(LINK.findall(cell))
+    return len(commands) + test_docs.resolve(cell, PAGE)
 
 
 @pytest.mark.parametrize("document", ["S1", "S2", "S3", "S4", "S5"])
@@ -138,9 +95,9 @@ def test_rows_name_errata_that_exist():
 
 
 def test_every_test_of_an_erratum_is_on_the_page():
-    mine = {name for name in names_in(__file__) if re.fullmatch(r"test_\w+", name)}
+    mine = {name for name in names_in(Path(__file__)) if re.fullmatch(r"test_\w+", name)}
     about_the_page = r"test_(every|there_are|errata$|rows_|bibliography|docstrings)"
-    shown = set(re.findall(r"test_sources\.py:(test_\w+)`", text()))
+    shown = set(re.findall(r"test_sources\.py:(test_\w+)`", text(PAGE)))
     assert {name for name in mine if not re.match(about_the_page, name)} <= shown <= mine
 
 
@@ -161,7 +118,7 @@ def test_bibliography_has_what_is_needed():
             "DeepSpeed", "stage-1 notes", "stage-3 guide", "stage-2 notes", "stage-1 post",
             "single number"} <= BIBLIOGRAPHY  # fmt: skip
     for number in ("1910.02054", "2101.06840", "2104.07857", "2306.10209", "1710.03740", "2205.00119"):
-        assert f"https://arxiv.org/abs/{number}" in text()
+        assert f"https://arxiv.org/abs/{number}" in text(PAGE)
 
 
 def test_docstrings_use_names_of_the_bibliography():
