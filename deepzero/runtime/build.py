@@ -194,8 +194,7 @@ def build_zero(
         # One reducer and one launching order for all groups: ranks pair buckets by their number.
         reducer, order = _build_reducer(groups, config, comm, dtypes, depth), reduce_order(groups, arrival)
         shard = _build_optimizer_shard(optimizer, groups, config, reducer, dtypes, offload)
-        overlap = zero.overlap_comm and zero.stage > 0
-        gradients = GradientReducer(shard, order, unreduced, reducer, every_pass, overlap)
+        gradients = GradientReducer(shard, order, unreduced, reducer, every_pass, zero.overlap_comm)
         stage = _build_stage(model, gradients, stored, coordinator, zero)
         if offload is not None and offload.shard is not None:
             # The CPU steps bucket by bucket; the parameters of one are published while it steps on the next.

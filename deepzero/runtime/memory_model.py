@@ -13,8 +13,8 @@ stage        parameters  gradients                           masters       momen
 3            cΨ/W        aΨ/W                                xΨ/W          mΨ/W
 ===========  ==========  ==================================  ============  ============
 
-u is what unreduced gradients take: c; or a when several micro-batches are summed in a wider dtype; or nothing in stage
-1 with ``overlap_comm`` and a single micro-batch, whose gradients leave as they come. Stage 1 by all-reduce holds ``aΨ``
+u is what unreduced gradients take: c; or a when several micro-batches are summed in a wider dtype; or nothing in
+stages 0 and 1 with ``overlap_comm`` and a single micro-batch, whose gradients leave as they come. Stage 1 by all-reduce holds ``aΨ``
 in place of ``aΨ/W``. With 2-byte gradients and x + m = K, stage 2 is the paper's ``2Ψ + (2+K)Ψ/W``, stage 1 its
 ``4Ψ + KΨ/W`` and the reduced share, ``aΨ/W``, beside it, stage 3 its ``(4+K)Ψ/W``, and what is gathered at the moment.
 Stage 3's persistent parameters take c bytes on every rank, its frozen ones a W-th of that.
@@ -98,7 +98,7 @@ class StateSizes:
     @property
     def unreduced(self) -> int:
         """The u of the module's text: bytes per element of whole gradients before they are reduced."""
-        if self.every_pass or (self.stage == 1 and self.overlap and self.micro_batches == 1):
+        if self.every_pass or (self.overlap and self.micro_batches == 1):
             return 0
         return self.compute if self.micro_batches == 1 else max(self.compute, self.accumulation)
 

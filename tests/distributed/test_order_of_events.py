@@ -47,10 +47,13 @@ def test_stage_1_reduces_once(rank, world, overlap):
     check_tail(log, max(launches[-1], ends[2]) if not overlap else ends[2])
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @on_ranks()
-def test_stage_0_reduces_and_gathers_gradients(rank, world):
-    log, buckets = events(rank, world, stage=0)
-    assert len(positions(log, "launch", "gradients.all_gather")) == buckets
+def test_stage_0_reduces_and_gathers_gradients(rank, world, overlap):
+    log, buckets = events(rank, world, stage=0, overlap=overlap)
+    launches, end = positions(log, "launch", REDUCE), positions(log, "backward_end")[0]
+    assert len(launches) == len(positions(log, "launch", "gradients.all_gather")) == buckets
+    assert (launches[0] < end) is overlap
     assert not positions(log, "launch", GATHER)
 
 

@@ -7,8 +7,8 @@ all-gather what it has written. They differ in what happens to gradients:
              boundary each bucket is all-reduced, and every rank takes the same step on the whole model. Its groups are
              *whole*, and its reducer hands out whole sums. With exact sums the second half of the all-reduce carries
              them in fp32, unrounded: that makes the bits of stage 1, where a rank uses its part of them without
-             sending it anywhere. Left out on purpose: overlap with the backward pass. Memory ``2Ψ + 2Ψ + KΨ``, and
-             ``4Ψ`` for the sums.
+             sending it anywhere. With ``overlap_comm`` they leave as stage 1's do. Memory ``2Ψ + 2Ψ + KΨ``, and ``4Ψ``
+             for the sums.
 ``stage 1``  accumulates them whole, and reduce-scatters once per optimizer step, at the boundary. Memory
              ``2Ψ + 2Ψ + KΨ/W``. With ``overlap_comm`` the buckets of the last micro-batch leave, and are freed, while
              its backward pass goes on: whole gradients then exist only where earlier micro-batches have to be kept.
