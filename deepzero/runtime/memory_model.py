@@ -14,9 +14,10 @@ stage        parameters  gradients                           masters       momen
 ===========  ==========  ==================================  ============  ============
 
 u is what unreduced gradients take: c; or a when several micro-batches are summed in a wider dtype; or nothing in
-stages 0 and 1 with ``overlap_comm`` and a single micro-batch, whose gradients leave as they come. Stage 1 by all-reduce holds ``aΨ``
-in place of ``aΨ/W``. With 2-byte gradients and x + m = K, stage 2 is the paper's ``2Ψ + (2+K)Ψ/W``, stage 1 its
-``4Ψ + KΨ/W`` and the reduced share, ``aΨ/W``, beside it, stage 3 its ``(4+K)Ψ/W``, and what is gathered at the moment.
+stages 0 and 1 with ``overlap_comm`` and a single micro-batch, whose gradients leave as they come. Stage 1 by all-reduce
+holds ``aΨ`` in place of ``aΨ/W``. With 2-byte gradients and x + m = K, stage 2 is the paper's ``2Ψ + (2+K)Ψ/W``, stage
+1 its ``4Ψ + KΨ/W`` and the reduced share, ``aΨ/W``, beside it, stage 3 its ``(4+K)Ψ/W``, and what is gathered at the
+moment.
 Stage 3's persistent parameters take c bytes on every rank, its frozen ones a W-th of that.
 
 Sent by one rank per optimizer step, in elements, mean over ranks: one reduce-scatter or all-gather of all parameters is
