@@ -98,7 +98,7 @@ class EngineState:
         for group in self.groups:
             masters = self.masters(group)
             for fragment in group.layout.fragments(self.comm.rank):
-                first, master = fragment.start if group.whole else 0, masters[fragment.slot.index]
+                first, master = fragment.start if group.replicated else 0, masters[fragment.slot.index]
                 name = plain_name(group.names[fragment.slot.index])
                 yield StateRun(name, fragment.start, fragment.numel, master, first, group.per_tensor)
 

@@ -203,7 +203,7 @@ class Loader:
     def _wanted(self) -> Iterator[Entry]:
         groups = self.holdings.trained()
         for run in self.holdings.runs():
-            if run.name not in self._absent and not groups[run.name].whole:
+            if run.name not in self._absent and not groups[run.name].replicated:
                 for key, tensor in self._states(run.name, run.master).items():
                     yield Entry(key, self._stored_as[run.name], run.start, run.cut(tensor))
         for entry in self.holdings.frozen_runs():
@@ -252,7 +252,7 @@ class Loader:
         """What all ranks hold alike, in stage 0 all there is, and for each the rank that reads it for the others."""
         here, found = self.holdings, list[Entry]()
         for group in here.groups:
-            for index, master in here.masters(group).items() if group.whole else ():
+            for index, master in here.masters(group).items() if group.replicated else ():
                 if (name := plain_name(group.names[index])) not in self._absent:
                     states = self._states(name, master).items()
                     found += [Entry(key, self._stored_as[name], 0, flat(tensor)) for key, tensor in states]

@@ -116,7 +116,7 @@ _LINES = {
     f"{_INTERNALS} AllGatherCoalescedHandle AllGatherHandle InsertPostInitMethodToModuleSubClasses "
     "MultipleAllGatherHandles partitioned_param_data_shape",
     "runtime.zero.partitioned_param_coordinator": "deepzero.runtime.zero.partitioned_param_coordinator: "
-    "PartitionedParameterCoordinator InflightParamRegistry",
+    f"PartitionedParameterCoordinator; {_INTERNALS} InflightParamRegistry",
     "runtime.zero.stage3": f"{_NAMES} DeepSpeedZeroOptimizer_Stage3; deepspeed.runtime.zero: *; "
     f"{_ESTIMATES} estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_live "
     "estimate_zero3_model_states_mem_needs_all_cold",

@@ -40,7 +40,7 @@ from deepzero.runtime.zero.partition_plan import is_real, plan_partitioning
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage3 import ZeroStage3, partition_model, place_buffers, place_whole
 from deepzero.runtime.zero.stage_1_and_2 import GroupLayout, ParamGroup, ZeroStage1And2
-from deepzero.runtime.zero.zeropp import QuantizationMonitor, build_quantization_monitor, build_quantizer
+from deepzero.runtime.zero.zeropp import QuantizationMonitor, build_quantizer
 
 log = logging.getLogger(__name__)
 
@@ -155,11 +155,11 @@ def build_zero(
     on_cpu = zero.offload_optimizer.device != "none" or comm.device.type == "meta"
     steps_on = torch.device("cpu") if on_cpu else comm.device
     moments = [moment_bytes(optimizer, steps_on, index) for index in range(len(optimizer.param_groups))]
-    whole = {index for index, group in enumerate(optimizer.param_groups) if is_per_tensor(optimizer, group)}
+    uncut = {index for index, group in enumerate(optimizer.param_groups) if is_per_tensor(optimizer, group)}
     if zero.stage == 3:
-        planned, limit = plan_partitioning(names, chosen, zero, comm.world_size, whole)
+        planned, limit = plan_partitioning(names, chosen, zero, comm.world_size, uncut)
     else:
-        planned, limit = plan_groups(chosen, config, comm.world_size, whole), 0
+        planned, limit = plan_groups(chosen, config, comm.world_size, uncut), 0
     placements = plan_offload(planned, zero, dtypes.compute)
     # A second bucket is filled while the first is under way; with one rank, or without overlap, none ever is.
     depth = 2 if zero.overlap_comm and comm.world_size > 1 else 1
@@ -203,11 +203,11 @@ def build_zero(
             groups, unreduced, reducer, stage, dtypes, moments, offload, shard, TrainedParameters(model, groups),
         )  # fmt: skip
         build_ledger(built, optimizer, config, comm, micro_batches)
-        monitor = build_quantization_monitor(
+        monitor = QuantizationMonitor(
             groups, coordinator.buckets if coordinator is not None else [], built.quantized_grads,
             zero.quantization, comm, lambda: predict_unquantized(built, comm, micro_batches),
         )  # fmt: skip
-        return dataclasses.replace(built, meter=monitor)
+        return dataclasses.replace(built, meter=monitor if monitor.measures else None)
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -254,15 +254,15 @@ def choose_parameters(
 
 
 def plan_groups(
-    chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, world_size: int, whole: Container[int] = ()
+    chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, world_size: int, uncut: Container[int] = ()
 ) -> list[GroupLayout]:
-    """Stages 0-2: the layout of the trainable parameters, one group per optimizer group; those of ``whole`` uncut."""
+    """Stages 0-2: the layout of the trainable parameters, one group per optimizer group, ``uncut`` ones per tensor."""
     # One limit for all groups: buckets of a small group are not cut smaller than those of a large one.
     total = sum(param.numel() for params in chosen for param in params)
     limit = bucket_limit(total, config.zero.reduce_bucket_size, config.zero.allgather_bucket_size)
-    plan = lambda params, index: plan_group(params, world_size, limit, index in whole, config.zero.shard_align)
+    plan = lambda params, index: plan_group(params, world_size, limit, index in uncut, config.zero.shard_align)
     return [
-        GroupLayout(params, plan(params, index), index, False, index in whole)
+        GroupLayout(params, plan(params, index), index, False, index in uncut)
         for index, params in enumerate(chosen)
         if params
     ]
@@ -290,12 +290,12 @@ def place_model(
     for param in (p for p in names if p not in placed):
         place_whole(param, comm, dtype if is_real(param) and not param.requires_grad else param.dtype)
     # Group by group: within one, the model's memory is freed before its masters and its flat buffer are taken.
-    allocate, whole = offload.allocate if offload is not None else None, config.zero.stage == 0
+    allocate, replicated = offload.allocate if offload is not None else None, config.zero.stage == 0
     return [
         ParamGroup(
-            [names[p] for p in group.params], group, dtype, comm, None if whole else placement, allocate, whole
+            [names[p] for p in group.params], group, dtype, comm, None if replicated else placed, allocate, replicated
         )
-        for group, placement in zip(planned, placements, strict=True)
+        for group, placed in zip(planned, placements, strict=True)
     ]  # fmt: skip
 
 
@@ -370,12 +370,12 @@ def _build_stage(
     model: nn.Module, gradients: GradientReducer, groups: Sequence[ParamGroup],
     coordinator: PartitionedParameterCoordinator | None, zero: ZeroConfig,
 ) -> ZeroStage1And2 | ZeroStage3:  # fmt: skip
-    overlap = zero.overlap_param_gather and gradients.reducer.comm.world_size > 1
+    overlap = zero.overlap_param_gather and gradients.comm.world_size > 1
     if coordinator is not None:
         return ZeroStage3(model, gradients, groups, coordinator, overlap)
     if overlap:
         return OverlappedZeroStage1And2(model, groups, gradients)
-    return ZeroStage1And2(groups, gradients, gradients.reducer.comm)
+    return ZeroStage1And2(groups, gradients, gradients.comm)
 
 
 def _build_reducer(

@@ -71,10 +71,10 @@ def tensor_words(ledger: Ledger, zero: ZeroComponents, tensor: torch.Tensor) -> 
     for number, store in enumerate(zero.stores):
         grads = zero.optimizer_shard.grad_S[number] if number < len(zero.groups) else None
         for bucket in store.layout.buckets:
-            parts: list[torch.Tensor | None] = [None if store.whole else store.param_shard(bucket)]
+            parts: list[torch.Tensor | None] = [None if store.replicated else store.param_shard(bucket)]
             if grads is not None:
                 start = store.layout.shard_numel - grads.numel()
-                parts.append(bucket.of(grads) if store.whole else bucket.shard_of(grads, start))
+                parts.append(bucket.of(grads) if store.replicated else bucket.shard_of(grads, start))
             if isinstance(store, PartitionedParamGroup):
                 parts.append(store.buckets[bucket.index]._gathered)
             else:

@@ -57,17 +57,12 @@ from deepzero.placement import OffloadPlan
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
 from deepzero.runtime.zero.fetch_plan import FetchLimits, FetchPlan, ModuleUse
-from deepzero.runtime.zero.parameter_all_gather import (
-    BACKWARD,
-    FORWARD,
-    TO_REPLICAS,
-    SecondaryAllGather,
-    send_to_replicas,
-)
+from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD, TO_REPLICAS, send_to_replicas
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS, PartitionedParamGroup
 from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER, HOST_MASTERS, ParamGroup
+from deepzero.runtime.zero.zeropp import SecondaryAllGather
 
 if TYPE_CHECKING:
     from deepzero.runtime.build import ZeroComponents

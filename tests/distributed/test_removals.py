@@ -26,6 +26,7 @@ ON_GPU = {
     "deepzero.comm.collectives": ("stage 2",),
     "deepzero.comm.quantized_reduce": ("quantized",),
     "deepzero.runtime.zero.parameter_all_gather": ("stage 3", "quantized", "qwZ", "hybrid", "alone in stage 3"),
+    "deepzero.runtime.zero.zeropp": ("quantized", "qwZ", "hybrid"),
     "deepzero.runtime.zero.partitioned_bucket": ("stage 3", "stage 3 on the host", "quantized", "hybrid"),
     "deepzero.runtime.zero.stage3": ("stage 3",),
     "deepzero.runtime.zero.buffer_pool": ("stage 3", "quantized"),
@@ -57,7 +58,6 @@ TIMES = "it takes the time, and orders nothing"
 AGREED = "the step's agreement has stood still for the device before; kept for a bucket that nobody has used since"
 UNUSED = "no program here leaves one on its way"
 LOSSY = "no program here asks for values that are gathered quantised: test_zeropp_weights.py does"
-ITSELF = "release() waits for itself; this keeps the registry"
 REST = "no program here discards gradients, or starts from zero.Init: tests of those compare bits"
 KNOWN = "whoever writes here has stood still for the device; a load has not, see test_null_gpu.py"
 UNNOTICED = {
@@ -76,7 +76,6 @@ UNNOTICED = {
     "copy_streams.HostDeviceCopier.finish_reads: copy.finish()": KNOWN,
     "gradient_reduction.GradientReducer.discard_gradients: self.drain()": REST,
     "optimizer_offload.HostGradients.discard: slot.finish()": REST,
-    "partitioned_param_coordinator.PartitionedParameterCoordinator._release: self.inflight.wait(key)": ITSELF,
     "activations.HostActivations.watching: self._settle(0)": EARLIER,
     "activations.HostActivations._pack: self._settle(LEAVING)": EARLIER,
     "activations.HostActivations._fetch: self._settle(0)": EARLIER,

@@ -438,7 +438,7 @@ FETCH = COORDINATOR + "PartitionedParameterCoordinator.fetch_sub_module"
 CALLERS = (
     ("zero/partitioned_bucket.py:PartitionedBucket.launch", FETCH, "zero/module_hooks.py:ModuleHooks._pre_forward_hook",
      "zero/module_hooks.py:ModuleHooks.unpack"),
-    ("zero/partitioned_bucket.py:PartitionedBucket.wait", COORDINATOR + "InflightParamRegistry.wait", FETCH),
+    ("zero/partitioned_bucket.py:PartitionedBucket.wait", COORDINATOR + "PartitionedParameterCoordinator._wait", FETCH),
     ("zero/partitioned_bucket.py:PartitionedBucket.release",
      COORDINATOR + "PartitionedParameterCoordinator.release_sub_module",
      COORDINATOR + "PartitionedParameterCoordinator.end_step"),

@@ -209,14 +209,13 @@ def free_grad_in_param_list(params: Iterable[nn.Parameter]) -> None:
 class GradientReducer:
     """Reduces gradients bucket by bucket into ``grad_S``.
 
-    It decides when a bucket leaves, and with what; the :class:`BucketReducer` that it is given (``reducer``) sends it
-    and adds up what arrives.
+    It decides when a bucket leaves, and with what; its :class:`BucketReducer` sends it and adds up what arrives.
 
     Args:
         shard: has ``grad_S``, where the sums go.
         order: the buckets in launching order, the same on all ranks.
         unreduced: the gradients that wait to be sent.
-        reducer: sends them to their owners; with ``reducer.whole`` every rank gets the whole sum.
+        bucket_reducer: sends them to their owners; with its ``whole`` every rank gets the whole sum.
         every_pass: reduce every micro-batch instead of the sum of all of them.
         overlap: where ``every_pass`` is False, reduce the last micro-batch during its backward pass.
     """
@@ -226,11 +225,12 @@ class GradientReducer:
         shard: OptimizerShard,
         order: Sequence[BucketRef],
         unreduced: UnreducedGradients,
-        reducer: BucketReducer,
+        bucket_reducer: BucketReducer,
         every_pass: bool,
         overlap: bool,
     ) -> None:
-        self.shard, self.order, self.unreduced, self.reducer = shard, list(order), unreduced, reducer
+        self.shard, self.order, self.unreduced, self.bucket_reducer = shard, list(order), unreduced, bucket_reducer
+        self.comm = bucket_reducer.comm
         self.groups, self.every_pass, self.overlap = shard.groups, every_pass, overlap
         # Stage 3's: called with a group's number and its bucket, whose gradients are complete and have been sent.
         self.on_launched: Callable[[int, Bucket], None] | None = None
@@ -341,21 +341,21 @@ class GradientReducer:
         self._measured.discard((g, bucket.index))
         self._gathered.discard((g, bucket.index))
         measure: Measure | None = None
-        if last_micro_batch and not self.reducer.whole:
+        if last_micro_batch and not self.bucket_reducer.whole:
             # Nothing is added to this sum afterwards, so its block norms are taken while it is in the core's cache.
             measure = partial(self._norms[g].measure, bucket.shard_offset)
             self._measured.add((g, bucket.index))
         # Further ones of a step are added to it, in the order of the global batch, whatever W: see ``invariance.py``.
         accumulate = self.reduced or again
         output, on_chunk, around_sum = self.shard.grad_output(g, bucket, accumulate, measure)
-        if self.every_pass and self.reducer.whole:
+        if self.every_pass and self.bucket_reducer.whole:
             output = self.shard.grad_shard(g, bucket)  # the others' sums come when they are complete: reduce_now
         first = self.groups[g].names[bucket.slots[0].index]
-        with self.reducer.comm.ranges.span("reduce", bucket.index, first):
+        with self.comm.ranges.span("reduce", bucket.index, first):
             # Waits only where all buffers are under way: the oldest is then added up, and filled anew.
-            send_buffer = self.reducer.acquire(bucket, output, accumulate)
+            send_buffer = self.bucket_reducer.acquire(bucket, output, accumulate)
             self.unreduced.fill(g, bucket, send_buffer, name_unused=not again)
-            self.reducer.launch(bucket, output, accumulate, on_chunk, around_sum, g, first)
+            self.bucket_reducer.launch(bucket, output, accumulate, on_chunk, around_sum, g, first)
         if self.on_launched is not None:
             self.on_launched(g, bucket)
 
@@ -374,17 +374,17 @@ class GradientReducer:
                 self._reduce_bucket(g, bucket, last_micro_batch=True)
             self.unreduced.name_unused()
         self.drain()
-        if self.every_pass and self.reducer.whole and self.reducer.comm.world_size > 1:
+        if self.every_pass and self.bucket_reducer.whole and self.comm.world_size > 1:
             for g, bucket in self.order:
                 if (g, bucket.index) not in self._gathered:  # all ranks agree: each of them reduces every bucket
-                    self.reducer.gather(bucket, bucket.of(self.shard.grad_S[g]))
+                    self.bucket_reducer.gather(bucket, bucket.of(self.shard.grad_S[g]))
             self.drain()
             self._gathered.update((g, bucket.index) for g, bucket in self.order)
         self.reduced = True
 
     def drain(self) -> None:
         """Wait for everything that is under way."""
-        self.reducer.drain()
+        self.bucket_reducer.drain()
         self.shard.drain_grads()
 
     def sums_changed(self, group: int, bucket: Bucket) -> None:
@@ -405,7 +405,7 @@ class GradientReducer:
 
     def param_norm_sq(self) -> list[torch.Tensor]:
         """Sums of squares of this rank's part of the last norm's sums, by parameter: fp64, one tensor a group."""
-        rank = self.reducer.comm.rank
+        rank = self.comm.rank
         return [
             norms.squares(group.layout.fragments(rank), len(group.names))
             for norms, group in zip(self._norms, self.groups, strict=True)
@@ -420,7 +420,7 @@ class GradientReducer:
         if self.reduced or self._pass_began:
             # Error feedback would carry what was lost of these gradients into the next ones. Where nothing was sent, a
             # program merely drops its gradients after every step, and what was lost before still counts.
-            self.reducer.forget()
+            self.bucket_reducer.forget()
         self.shard.discard_grads()
         self.unreduced.discard()
         self.forget_pass()

@@ -199,8 +199,8 @@ class WriteGuard:
         sampled = self.bucket.gathered_by.quantizes and self.bucket.gathered.device.type == "cpu"
         self._samples = self._shard_within()[:: self._step].clone() if sampled else None
 
-    def written(self) -> ZeroParameter | None:
-        """A parameter that was written, if any."""
+    def written(self, every_element: bool = False) -> ZeroParameter | None:
+        """A parameter that was written, if any; with ``every_element`` no sample is taken, and no device spared."""
         bucket = self.bucket
         data_ptr = bucket.gather.comm.data_ptr
         start = data_ptr(bucket.gathered)
@@ -211,25 +211,27 @@ class WriteGuard:
                 return param
         # With one rank the shard would be compared with itself, which tells nothing.
         itself = bucket.in_place and self._samples is None
-        return self._written_through_data() if bucket.gathered.device.type == "cpu" and not itself else None
+        looks = not itself and (every_element or bucket.gathered.device.type == "cpu")
+        return self._written_through_data(1 if every_element else self._step) if looks else None
 
-    def _written_through_data(self) -> ZeroParameter | None:
-        bucket, mine, step = self.bucket, self._shard_within(), self._step
+    def _written_through_data(self, step: int) -> ZeroParameter | None:
+        bucket, mine = self.bucket, self._shard_within()
+        shard = bucket.shard.to(mine.device)  # one in host memory is copied
         # Bits are compared: a NaN equals itself, and -0.0 is not 0.0.
         bits = torch.int32 if mine.itemsize == 4 else torch.int16
-        expected = bucket.shard[::step] if self._samples is None else self._samples
+        expected = shard[::step] if self._samples is None else self._samples
         if torch.equal(mine[::step].view(bits), expected.view(bits)):
             return None
         if self._samples is None:  # the first element that differs names the parameter
-            step, expected = 1, bucket.shard
+            step, expected = 1, shard
         differs = (mine[::step].view(bits) != expected.view(bits)).nonzero()[0].item()
         offset = bucket.layout.part_start(bucket.gather.comm.rank) + int(differs) * step
         slots = zip(bucket.params, bucket.layout.slots, strict=True)
         return next((param for param, slot in slots if slot.offset <= offset < slot.end), bucket.params[0])
 
-    def check(self) -> None:
-        """Raise a :class:`PartitionedUseError` if something was written."""
-        param = self.written()
+    def check(self, every_element: bool = False) -> None:
+        """Raise a :class:`PartitionedUseError` if something was :meth:`written`."""
+        param = self.written(every_element)
         if param is not None:
             raise write_lost(param, "would be lost")
 

@@ -83,7 +83,7 @@ class ModuleHooks:
         self.leaf_params: set[nn.Parameter] = set()
         # Injected, so that a parameter can ask for its bucket without an import of this file from that one.
         for bucket in coordinator.buckets:
-            bucket.on_demand = self._on_demand
+            bucket.gather_for_use = self._gather_for_use
         self._install(model, set())
 
     def _install(self, module: nn.Module, seen: set[nn.Module]) -> None:
@@ -115,7 +115,7 @@ class ModuleHooks:
             handle.remove()
         self._handles = []
         for bucket in self.coordinator.buckets:
-            bucket.on_demand = None
+            bucket.gather_for_use = None
 
     # ---- forward: hooks are plain functions, as dynamo can step around those, not around an object -------------------
 
@@ -332,7 +332,7 @@ class ModuleHooks:
 
     # ---- on demand ---------------------------------------------------------------------------------------------------
 
-    def _on_demand(self, buckets: list[PartitionedBucket], what: str) -> AbstractContextManager[None] | None:
+    def _gather_for_use(self, buckets: list[PartitionedBucket], what: str) -> AbstractContextManager[None] | None:
         """A use outside the parameter's module: permitted inside a forward or backward pass, for one operation."""
         return self._one_operation(buckets, what) if self._stack or in_backward() else None
 

@@ -135,7 +135,7 @@ class OptimizerShard:
         grads: dict[torch.Tensor, torch.Tensor] = {}
         for g, group in enumerate(self.groups):
             for bucket in group.layout.buckets:
-                sums = bucket.of(self.grad_S[g]) if group.whole else self.grad_shard(g, bucket)
+                sums = bucket.of(self.grad_S[g]) if group.replicated else self.grad_shard(g, bucket)
                 first, _ = group.part_of(bucket)
                 inside = group.inside(bucket)
                 for fragment, master in zip(group.fragments[inside], group.masters[inside], strict=True):

@@ -182,7 +182,7 @@ class OverlappedZeroStage1And2(ZeroStage1And2):
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[ParamGroup], gradients: GradientReducer) -> None:
-        super().__init__(groups, gradients, gradients.reducer.comm)
+        super().__init__(groups, gradients, gradients.comm)
         self._modules = list(model.modules())
         opaque = any(map(is_opaque, self._modules))
         self._handles = [

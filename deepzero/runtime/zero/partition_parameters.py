@@ -167,8 +167,8 @@ class PersistentParameter(nn.Parameter):
         group, slot = self._zero.group, self._zero.slot
         if group is None or slot is None:
             return self.detach().reshape(-1)
-        mine = [fragment for fragment in group.fragments if fragment.slot.index == slot.index]
-        return group.param_fragment(mine[0]) if mine else group.flat_P[:0]
+        mine = group.fragment_of(slot.index)
+        return group.param_fragment(mine[0]) if mine is not None else group.flat_P[:0]
 
 
 class PartitionedParameter(ZeroParameter):
@@ -302,9 +302,9 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
     with ExitStack() as uses:
         # Entered together: fetching one bucket must not release another that the same operation reads.
         # One call for the buckets of each engine, in the order that is the same on all ranks.
-        for on_demand in dict.fromkeys(bucket.on_demand for bucket in buckets):
-            asked = [bucket for bucket in buckets if bucket.on_demand == on_demand]
-            use = on_demand(asked, f"{name} of {missing._zero.name}") if on_demand is not None else None
+        for gather in dict.fromkeys(bucket.gather_for_use for bucket in buckets):
+            asked = [bucket for bucket in buckets if bucket.gather_for_use == gather]
+            use = gather(asked, f"{name} of {missing._zero.name}") if gather is not None else None
             if use is None:
                 raise use_error(missing._zero, f"used ({name})")
             uses.enter_context(use)
@@ -418,8 +418,8 @@ class Init:
         # Constructors as they were, and the ids of modules that are inside of one.
         self._wrapped: list[tuple[type[nn.Module], Callable[..., None]]] = []
         self._under_construction: set[int] = set()
-        # In the outermost context: buckets that a write made whole, and how many references to each are our own.
-        self._open: dict[PartitionedBucket, int] = {}
+        # In the outermost context: what writes have made whole, and how many references to each bucket are our own.
+        self._open: dict[GatheredParameters, list[int]] = {}
         if module is not None:
             materialize(module, self)
             for inside in module.modules():
@@ -460,7 +460,8 @@ class Init:
                 if kind is None:
                     self._partition_again(only_unseen=False)
             finally:
-                self._discard(list(self._open))
+                while self._open:  # what a write made whole is forgotten; the shards stay as they were
+                    self._open.popitem()[0].__exit__(kind or RuntimeError)
 
     def _wrap(self, cls: type[nn.Module]) -> None:
         """Let the class's constructor end with a partitioning, if it has one of its own."""
@@ -524,46 +525,29 @@ class Init:
         # First what earlier writes have left whole, so that at most one operation's parameters are.
         self._partition_again(only_unseen=True)
         params = partitioned_in((args, kwargs))
-        buckets = _buckets_of(params)
+        # The parameters themselves, each alone in its bucket: ``params`` may be aliases of them.
+        whole = GatheredParameters([bucket.params[0] for bucket in _buckets_of(params)], modifier_rank=0)
+        whole.kinds = SETUP, "setup.broadcast"
+        whole.__enter__()
+        # References of our own: more of them are views, through which a later line of the constructor may write.
+        alone = [references(bucket.gathered) for bucket in whole.buckets]
         try:
-            _all_gather_params(buckets, SETUP)
-            for bucket in buckets:
-                bucket.show()
-                self._open[bucket] = references(bucket.gathered)
             result = _with_views(func, args, kwargs, params)
-        except BaseException:
+        except BaseException as error:
             # Now, as the traceback holds views: they would pass for views through which the program may write.
-            self._discard(buckets)
+            whole.__exit__(type(error))
             raise
+        self._open[whole] = alone
         self._partition_again(only_unseen=True)
         return result
 
-    @torch.no_grad()
     def _partition_again(self, only_unseen: bool) -> None:
         """Partition what a write made whole; with ``only_unseen``, where no view of it is held any more."""
-        for bucket, alone in list(self._open.items()):
-            # A view is held, through which a later line of the constructor may write.
-            if only_unseen and references(bucket.gathered) > alone:
-                continue
-            del self._open[bucket]
-            try:
-                values = bucket.value(bucket.params[0]).reshape(-1)
-                bucket.gather.comm.broadcast("setup.broadcast", values)
-                bucket.write(bucket.params[0], values)
-                bucket.writes.snapshot()
-                del values
-                bucket.release()
-            except BaseException:
-                self._discard([bucket])
-                raise
-
-    @torch.no_grad()
-    def _discard(self, buckets: list[PartitionedBucket]) -> None:
-        """Forget what a write made whole; the shards stay as they were. Nothing is sent."""
-        for bucket in buckets:
-            self._open.pop(bucket, None)
-            if bucket.status is ZeroParamStatus.AVAILABLE:
-                bucket.release(discard=True)
+        for whole, alone in list(self._open.items()):
+            held = (references(bucket.gathered) > own for bucket, own in zip(whole.buckets, alone, strict=True))
+            if not (only_unseen and any(held)):
+                del self._open[whole]
+                whole.__exit__(None)
 
 
 def _has_values(param: nn.Parameter) -> bool:
@@ -670,6 +654,9 @@ class GatheredParameters:
             model.head.weight.zero_()
     """
 
+    # The ledger's names for what is gathered, and for what ``modifier_rank`` sends.
+    kinds = ON_REQUEST, ON_REQUEST_BROADCAST
+
     def __init__(
         self,
         params: nn.Parameter | Iterable[nn.Parameter | None] | None,
@@ -708,11 +695,11 @@ class GatheredParameters:
         for bucket in self.buckets:
             bucket.gather_refs += 1
             bucket.release_when_unreferenced |= bucket.status is ZeroParamStatus.NOT_AVAILABLE
-        _all_gather_params(self.buckets, ON_REQUEST)
+        _all_gather_params(self.buckets, self.kinds[0])
         for bucket in self.buckets:
             bucket.show()
             # What was here may have been decoded from quantised messages; the program reads the very values.
-            bucket.gather_again(ON_REQUEST, exact=True)
+            bucket.gather_again(self.kinds[0], exact=True)
 
     @torch.no_grad()
     def __exit__(self, kind: Any, *_: object) -> None:
@@ -724,7 +711,9 @@ class GatheredParameters:
             if kind is None:
                 if self.modifier_rank is not None:
                     self._take_over(self.modifier_rank)
-                self._refuse_other_writes()
+                # A write that was not taken over is refused: without ``modifier_rank``, or to a neighbour in a bucket.
+                for bucket in self.buckets:
+                    bucket.writes.check(every_element=True)  # as nothing hurries
                 complete = True
         finally:
             for bucket in self.buckets:
@@ -740,26 +729,9 @@ class GatheredParameters:
                     continue
                 # A module of a pass uses it too, and goes on with the values that it would have had without us.
                 if complete:
-                    bucket.gather_again(ON_REQUEST, exact=False)
+                    bucket.gather_again(self.kinds[0], exact=False)
                 if bucket in self._hidden:
                     bucket.hide_unused()
-
-    def _refuse_other_writes(self) -> None:
-        """Refuse a write that was not taken over: without ``modifier_rank``, or to a neighbour in the same bucket."""
-        for bucket in self.buckets:
-            bucket.writes.check()
-        # A write through ``.data`` that the sample has missed: here all elements are compared, as nothing hurries.
-        for param in self.partitioned:
-            bucket, slot = param._zero.placed()
-            start, stop, _ = bucket.range_of(slot)
-            mine = bucket.value(param).reshape(-1)[start:stop]
-            kept = bucket.fragment_of(slot).to(mine.device)  # an offloaded shard is in host memory
-            # Bits are compared: a NaN equals itself.
-            if not torch.equal(mine.view(torch.uint8), kept.view(torch.uint8)):
-                raise PartitionedUseError(
-                    f"parameter {param._zero.name!r} was written inside GatheredParameters without modifier_rank: the "
-                    "write would be lost. Pass modifier_rank=0 (every rank enters, rank 0's values count)"
-                )
 
     def _take_over(self, source: int) -> None:
         for param in self.params:
@@ -774,7 +746,7 @@ class GatheredParameters:
                 values.copy_(param.data)  # ``param.data = …`` has put it elsewhere
                 param.data = values
             # Rank ``source``'s values fill every rank's buffer, in place; then each keeps its fragment of them.
-            bucket.gather.comm.broadcast(ON_REQUEST_BROADCAST, values, source)
+            bucket.gather.comm.broadcast(self.kinds[1], values, source)
             bucket.write(param, values.reshape(-1))
             bucket.writes.snapshot_param(param)
         # Secondary shards that are never stale follow.

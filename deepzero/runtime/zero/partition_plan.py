@@ -2,7 +2,7 @@
 
 In the order of the build: :func:`plan_partitioning` groups the parameters and cuts the groups into buckets ·
 :func:`fetch_limits` says how much of them may be gathered · :func:`gather_builders` chooses between the strategies of
-``parameter_all_gather.py``, for trained and for frozen parameters. ``stage3.py:partition_model`` does what is planned.
+``zeropp.py``, for trained and for frozen parameters. ``stage3.py:partition_model`` does what is planned.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from deepzero.layout import FlatLayout, bucket_limit
 from deepzero.runtime.per_tensor import plan_group
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
-from deepzero.runtime.zero.parameter_all_gather import PlainAllGather, build_all_gather
+from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
 from deepzero.runtime.zero.stage_1_and_2 import GroupLayout
-from deepzero.runtime.zero.zeropp import build_quantizer
+from deepzero.runtime.zero.zeropp import build_all_gather, build_quantizer
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +37,12 @@ def plan_partitioning(
     chosen: Sequence[Sequence[nn.Parameter]],
     config: ZeroConfig,
     world_size: int,
-    whole: Container[int] = (),
+    uncut: Container[int] = (),
 ) -> tuple[list[GroupLayout], int]:
     """The groups of trained parameters, then of frozen ones, and of how many elements limits are made. Pure numbers.
 
     ``names`` has all parameters, ``chosen`` the trainable ones of each optimizer group, as their gradients arrive;
-    ``whole`` are the numbers of the optimizer groups whose parameters are not cut.
+    ``uncut`` are the numbers of the optimizer groups whose parameters are not cut.
     """
     threshold = config.stage3_param_persistence_threshold
     trained = {param for params in chosen for param in params}
@@ -59,9 +59,9 @@ def plan_partitioning(
         cut.append(([p for p in params if p.numel() > threshold], index, True))
         cut.append(([p for p in params if p.numel() <= threshold], index, False))
     cut.append((frozen, None, True))
-    plan = lambda params, index: plan_group(params, world_size, limit, index in whole, config.shard_align)
+    plan = lambda params, index: plan_group(params, world_size, limit, index in uncut, config.shard_align)
     groups = [
-        GroupLayout(params, plan(params, index), index, partitioned, index in whole)
+        GroupLayout(params, plan(params, index), index, partitioned, index in uncut)
         for params, index, partitioned in cut
         if params
     ]

@@ -84,7 +84,7 @@ class PartitionedBucket:
         # The reason, while the shard has no memory (``offload_states``).
         self.away: str | None = None
         # Called when values are used that are not here: a context in which these buckets are, or None.
-        self.on_demand: Callable[[list[PartitionedBucket], str], AbstractContextManager[None] | None] | None = None
+        self.gather_for_use: Callable[[list[PartitionedBucket], str], AbstractContextManager[None] | None] | None = None
         self.writes = WriteGuard(self)
         self._wait_for_update: Callable[[], None] | None = None
         for param, slot in zip(self.params, layout.slots, strict=True):

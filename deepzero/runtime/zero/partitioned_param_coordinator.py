@@ -68,24 +68,6 @@ def finish() -> None:
             coordinator.release_all(discard=True)
 
 
-class InflightParamRegistry:
-    """The parameters whose all-gather is under way; by bucket, as the parameters of a bucket travel together."""
-
-    def __init__(self) -> None:
-        self._buckets: dict[int, PartitionedBucket] = {}
-
-    def add(self, bucket: PartitionedBucket) -> None:
-        """Add a bucket that has been launched."""
-        self._buckets[bucket.key] = bucket
-
-    def wait(self, key: int) -> None:
-        """Wait for one bucket, if it is under way."""
-        bucket = self._buckets.pop(key, None)
-        # GatheredParameters may have waited for it in between.
-        if bucket is not None and bucket.status is ZeroParamStatus.INFLIGHT:
-            bucket.wait()
-
-
 class ModuleTrace:
     """The uses of one kind of pass (``what``) in their order; once complete, the plan for the next time."""
 
@@ -191,7 +173,6 @@ class PartitionedParameterCoordinator:
         self._to_simulate = False
         # The block of activation checkpointing that the backward pass runs again now (0: none); how many it has run.
         self._run = self._runs = 0
-        self.inflight = InflightParamRegistry()
         self.live_numel = self.max_live_numel = 0
         self._warned_live = False
 
@@ -282,7 +263,6 @@ class PartitionedParameterCoordinator:
                 with self.comm.ranges.span("fetch", key, where, note), counted:
                     bucket.launch(kind, exact=False)
                 use.fetch += (key,)
-                self.inflight.add(bucket)
             self._count_live(key, where)
         if not on_demand:
             self.current = frozenset(keys)
@@ -290,7 +270,7 @@ class PartitionedParameterCoordinator:
         # computes with them, those of the next modules travel.
         with self.comm.ranges.standing_at(where):
             for key in keys:
-                self.inflight.wait(key)
+                self._wait(key)
                 if show and not self.buckets[key].shown:
                     self.buckets[key].show()
                 # Last in the order of use.
@@ -310,7 +290,6 @@ class PartitionedParameterCoordinator:
         self.comm.ledger.note("fetch", "ahead of the next step", f"bucket {bucket.key}")
         with self.comm.ranges.span("fetch", bucket.key, "the step", "ahead"), self.comm.ledger.aside(next_step=True):
             bucket.launch(FORWARD, exact=False)
-        self.inflight.add(bucket)
         self._count_live(bucket.key, "the step")
         self._ahead.append(bucket.key)
         UNDER_WAY.add(self)
@@ -453,6 +432,12 @@ class PartitionedParameterCoordinator:
         self._live[key] = None
         self.buckets[key].release_when_unreferenced = False
 
+    def _wait(self, key: int) -> None:
+        """Wait for a bucket that is under way; GatheredParameters may have waited for it in between."""
+        # DeepSpeed's InflightParamRegistry lists them; here a bucket's status says it.
+        if self.buckets[key].status is ZeroParamStatus.INFLIGHT:
+            self.buckets[key].wait()
+
     def _release(self, key: int, discard: bool = False) -> bool:
         """Returns whether nothing shows the bucket's values any more."""
         bucket = self.buckets[key]
@@ -461,7 +446,7 @@ class PartitionedParameterCoordinator:
         del self._live[key]
         self.live_numel -= self.numels[key]
         # A prefetch that nobody used: until it has arrived the buffer is the all-gather's.
-        self.inflight.wait(key)
+        self._wait(key)
         if bucket.gather_refs:
             # The program reads it inside GatheredParameters, whose end will release it.
             bucket.release_when_unreferenced = True

@@ -348,7 +348,7 @@ class ZeroStage3:
         coordinator: PartitionedParameterCoordinator,
         overlap: bool = False,
     ) -> None:
-        self._model, self.gradients, self.comm, self.coordinator = model, gradients, gradients.reducer.comm, coordinator
+        self._model, self.gradients, self.comm, self.coordinator = model, gradients, gradients.comm, coordinator
         partitioned = [group for group in groups if isinstance(group, PartitionedParamGroup)]
         self.partitioned = [group for group in partitioned if group.optimizer_group is not None]
         self.frozen = [group for group in partitioned if group.optimizer_group is None]

@@ -5,8 +5,8 @@ all-gather what it has written. They differ in what happens to gradients:
 
 ``stage 0``  is the twin that the others are tested against: every rank has all gradients, masters and moments. At the
              boundary each bucket is all-reduced, and every rank takes the same step on the whole model. Its groups are
-             *whole*, and its reducer hands out whole sums. With exact sums the second half of the all-reduce carries
-             them in fp32, unrounded: that makes the bits of stage 1, where a rank uses its part of them without
+             *replicated*, and its reducer hands out whole sums. With exact sums the second half of the all-reduce
+             carries them in fp32, unrounded: that makes the bits of stage 1, where a rank uses its part of them without
              sending it anywhere. With ``overlap_comm`` they leave as stage 1's do. Memory ``2Ψ + 2Ψ + KΨ``, and ``4Ψ``
              for the sums.
 ``stage 1``  accumulates them whole, and reduce-scatters once per optimizer step, at the boundary. Memory
@@ -142,7 +142,7 @@ class ParamGroup:
         placement: which elements have a master beside the parameter, and on which side it lies; None: all on the
             device.
         allocate_host: gives host memory; None where nothing is offloaded.
-        whole: stage 0: this rank has masters and gradients of everything, not of its shard.
+        replicated: stage 0: this rank has masters and gradients of everything, not of its shard.
     """
 
     partitioned = False
@@ -155,19 +155,19 @@ class ParamGroup:
         comm: Communicator,
         placement: OffloadPlan | None = None,
         allocate_host: HostAllocator | None = None,
-        whole: bool = False,
+        replicated: bool = False,
     ) -> None:
-        self.names, self.layout, self.dtype, self.whole = list(names), planned.layout, dtype, whole
+        self.names, self.layout, self.dtype, self.replicated = list(names), planned.layout, dtype, replicated
         self.params: Sequence[nn.Parameter] = list(planned.params)
         self.comm, self.per_tensor = comm, planned.per_tensor
         self.optimizer_group: Any = planned.optimizer_group  # its index; None: not trained
         # Called before parameters are written from outside; may refuse.
         self.before_write: Callable[[], None] | None = None
-        self.fragments = self.layout.whole_fragments() if whole else self.layout.fragments(comm.rank)
+        self.fragments = self.layout.whole_fragments() if replicated else self.layout.fragments(comm.rank)
         # Index of a parameter -> number of its fragment here; a small parameter may lie wholly on other ranks.
         self._numbers = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
-        # A whole group is one rank's shard of a layout over one rank.
-        mine = dataclasses.replace(planned.layout, world_size=1) if whole else planned.layout
+        # A replicated group is one rank's shard of a layout over one rank.
+        mine = dataclasses.replace(planned.layout, world_size=1) if replicated else planned.layout
         self.placement = placement or OffloadPlan.on_device(mine, own_masters=dtype == torch.float32)
         self.masters_on_host: torch.Tensor | None = None
         if self.placement.host_masters:
@@ -256,7 +256,7 @@ class ParamGroup:
     def _attach_params(self, shapes: Sequence[torch.Size]) -> None:
         """The parameters become views of :attr:`flat_P`, with all ranks' fragments in it."""
         # Every rank has cast its own fragments, and gets the others' cast: the bytes of the compute dtype travel.
-        for bucket in self.layout.buckets if not self.whole else ():
+        for bucket in self.layout.buckets if not self.replicated else ():
             self.comm.all_gather(SETUP, bucket.of(self.flat_P)).wait()
         # The optimizer never sees the parameters again, the model nothing else.
         for param, slot, shape in zip(self.params, self.layout.slots, shapes, strict=True):
@@ -291,8 +291,8 @@ class ParamGroup:
         return self.param_shard(bucket) if found is None else found
 
     def part_of(self, bucket: Bucket) -> tuple[int, int]:
-        """Start and elements, in this rank's shard, of its part of ``bucket``; of all of it where :attr:`whole`."""
-        return (bucket.offset, bucket.numel) if self.whole else (bucket.shard_offset, bucket.shard_numel)
+        """Start and elements, in this rank's shard, of its part of ``bucket``; if :attr:`replicated`, of all of it."""
+        return (bucket.offset, bucket.numel) if self.replicated else (bucket.shard_offset, bucket.shard_numel)
 
     def inside(self, bucket: Bucket) -> slice:
         """Which of :attr:`fragments`, and of :attr:`masters`, lie in ``bucket``; none crosses the end of a part."""
@@ -306,8 +306,8 @@ class ParamGroup:
         return [self.flat_P]
 
     def param_shard(self, bucket: Bucket) -> torch.Tensor:
-        """This rank's part of ``bucket`` in the compute dtype, padding included; all of it where :attr:`whole`."""
-        if self.whole:
+        """This rank's part of ``bucket`` in the compute dtype, padding included; all of it where :attr:`replicated`."""
+        if self.replicated:
             return bucket.of(self.flat_P)
         return get_data_parallel_partitions(self.flat_P, bucket)[self.comm.rank]
 
@@ -393,7 +393,7 @@ class ZeroStage1And2:
     Stage 3 has one too, for its persistent parameters.
 
     Args:
-        groups: those of whole parameters; for stage 0 built with ``whole=True``, which makes one partition of each.
+        groups: those of whole parameters; in stage 0 with ``replicated=True``, which makes one partition of each.
         gradients: reduces them into ``grad_S``: every micro-batch in stage 2, once per step in stages 0 and 1.
         comm: the ranks.
     """
@@ -474,13 +474,13 @@ class ZeroStage1And2:
     @torch.no_grad()
     def publish_bucket(self, i: int, bucket: Bucket) -> None:
         """Cast the masters of a bucket of ``groups[i]`` into my part of it, and launch its all-gather."""
-        whole = self.groups[i].whole
+        replicated = self.groups[i].replicated
         # In fp32 the masters lie in the flat buffer, and were published by being written.
         if self.groups[i].dtype != torch.float32:
             parts = self.parallel_partitioned_bit16_groups[i][bucket.index]
-            mine = bucket.of(self.bit16_groups_flat[i]) if whole else parts[self.comm.rank]
+            mine = bucket.of(self.bit16_groups_flat[i]) if replicated else parts[self.comm.rank]
             mine.copy_(self.single_partition_of_fp32_groups[i][bucket.index])
-        if not whole:  # else every rank has every new master
+        if not replicated:  # else every rank has every new master
             self.arrived(i, bucket, None)
 
     def wait_all_gathers(self) -> None:

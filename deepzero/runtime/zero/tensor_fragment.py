@@ -60,7 +60,7 @@ class TensorFragments:
         finish_delayed_update: Callable[[], None],
     ) -> None:
         self.gradients, self.step, self.finish_delayed_update = gradients, gradients.shard, finish_delayed_update
-        self.mean_divisor, self.last_pass, self.comm = mean_divisor, last_pass, gradients.reducer.comm
+        self.mean_divisor, self.last_pass, self.comm = mean_divisor, last_pass, gradients.comm
         # Set while model states are offloaded (``offload_states``): raises.
         self.away: Callable[[str], None] | None = None
         self.comm.ledger.untracked_kinds |= _OUTSIDE_STEP
@@ -152,7 +152,7 @@ class ParamFragment:
         starts = [self.bucket.part_start(rank) for rank in range(comm.world_size)]
         counts = [max(0, min(slot.end, at + self.bucket.shard_numel) - max(slot.offset, at)) for at in starts]
         largest = max(counts)
-        if self.group.whole or comm.world_size == 1 or largest == 0:
+        if self.group.replicated or comm.world_size == 1 or largest == 0:
             return mine.view(self.shape)
         gathered = torch.zeros(comm.world_size * largest, dtype=torch.float32, device=mine.device)
         fragments = gathered.split(largest)
@@ -238,7 +238,7 @@ class ParamFragment:
     def _reduce_aside(self) -> torch.Tensor:
         """Reduce this parameter's waiting gradients as the boundary will, into fresh memory; they go on waiting."""
         gradients = self.engine.gradients
-        reducer, comm = gradients.reducer, self.engine.comm
+        reducer, comm = gradients.bucket_reducer, self.engine.comm
         bucket = plan_layout([self.slot.numel], comm.world_size, max(self.slot.numel, 1)).buckets[0]
         aside = BucketReducer(
             comm, bucket.numel, reducer.wire_dtype, reducer.method, whole=True, depth=1, suffix=SUFFIX
