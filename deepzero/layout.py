@@ -33,7 +33,7 @@ This module is pure integers, and needs no process: it can be asked about 10,000
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -102,20 +102,20 @@ class Bucket:
         """Elements that belong to parameters."""
         return sum(slot.numel for slot in self.slots)
 
-    def owned_by(self, rank: int) -> Iterator[tuple[ParamSlot, int, int]]:
-        """The parameters of which ``rank``'s part has elements, and which: those from lo up to hi of ``flat_P``."""
+    def fragment(self, slot: ParamSlot, rank: int) -> Fragment:
+        """What ``rank``'s part has of one parameter; possibly no element."""
         # A part may cover the end of one parameter, whole ones, and the beginning of another; the parts of the last
         # ranks may cover padding alone. lo and hi are multiples of ALIGN or the parameter's own end: where a vectorised
         # kernel has its scalar tail does not depend on W.
         first = self.part_start(rank)
-        for slot in self.slots:
-            lo, hi = max(slot.offset, first), min(slot.end, first + self.shard_numel)
-            if lo < hi:
-                yield slot, lo, hi
+        lo, hi = max(slot.offset, first), min(slot.end, first + self.shard_numel)
+        if lo >= hi:
+            return Fragment(slot, 0, self.shard_offset, 0)
+        return Fragment(slot, lo - slot.offset, self.shard_offset + lo - first, hi - lo)
 
     def true_numel_of(self, rank: int) -> int:
         """Elements of ``rank``'s part that belong to parameters; the rest is padding."""
-        return sum(hi - lo for _, lo, hi in self.owned_by(rank))
+        return sum(self.fragment(slot, rank).numel for slot in self.slots)
 
     def padding_of(self, rank: int) -> int:
         """Elements of ``rank``'s part that belong to no parameter."""
@@ -177,11 +177,8 @@ class FlatLayout:
             >>> [[(f.slot.index, f.start, f.shard_start, f.numel) for f in plan.fragments(rank)] for rank in (0, 1)]
             [[(0, 0, 0, 100)], [(1, 0, 0, 60)]]
         """
-        return [
-            Fragment(slot, lo - slot.offset, bucket.shard_offset + lo - bucket.part_start(rank), hi - lo)
-            for bucket in self.buckets
-            for slot, lo, hi in bucket.owned_by(rank)
-        ]
+        found = (bucket.fragment(slot, rank) for bucket in self.buckets for slot in bucket.slots)
+        return [fragment for fragment in found if fragment.numel]
 
     def whole_fragments(self) -> list[Fragment]:
         """Every parameter as one fragment, lying as in ``flat_P``: what a rank owns when nothing is partitioned."""

@@ -35,7 +35,7 @@ from deepzero.runtime.per_tensor import StateBytes, is_per_tensor, plan_group
 from deepzero.runtime.zero.gradient_reduction import GradientReducer, UnreducedGradients, reduce_order
 from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
 from deepzero.runtime.zero.optimizer_shard import OptimizerShard
-from deepzero.runtime.zero.overlap_param_gather import OverlappedZeroStage1And2
+from deepzero.runtime.zero.overlap_param_gather import OverlappedZeroStage1And2, OverlappedZeroStage3
 from deepzero.runtime.zero.partition_plan import is_real, plan_partitioning
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage3 import ZeroStage3, partition_model, place_buffers, place_whole
@@ -70,7 +70,7 @@ class ZeroComponents:
     groups: list[ParamGroup]
     unreduced: UnreducedGradients
     reducer: BucketReducer
-    stage: ZeroStage1And2 | ZeroStage3
+    stage: ZeroStage1And2
     dtypes: Dtypes
     moments: list[StateBytes]
     """Of each optimizer group: what it keeps for a parameter."""
@@ -198,7 +198,7 @@ def build_zero(
         stage = _build_stage(model, gradients, stored, coordinator, zero)
         if offload is not None and offload.shard is not None:
             # The CPU steps bucket by bucket; the parameters of one are published while it steps on the next.
-            offload.shard.on_uploaded = stage.arrived
+            offload.shard.on_uploaded = stage.uploaded
         built = ZeroComponents(
             groups, unreduced, reducer, stage, dtypes, moments, offload, shard, TrainedParameters(model, groups),
         )  # fmt: skip
@@ -369,10 +369,10 @@ def _build_optimizer_shard(
 def _build_stage(
     model: nn.Module, gradients: GradientReducer, groups: Sequence[ParamGroup],
     coordinator: PartitionedParameterCoordinator | None, zero: ZeroConfig,
-) -> ZeroStage1And2 | ZeroStage3:  # fmt: skip
+) -> ZeroStage1And2:  # fmt: skip
     overlap = zero.overlap_param_gather and gradients.comm.world_size > 1
     if coordinator is not None:
-        return ZeroStage3(model, gradients, groups, coordinator, overlap)
+        return (OverlappedZeroStage3 if overlap else ZeroStage3)(model, gradients, groups, coordinator)
     if overlap:
         return OverlappedZeroStage1And2(model, groups, gradients)
     return ZeroStage1And2(groups, gradients, gradients.comm)

@@ -196,7 +196,7 @@ def test_a_disk_that_fails_in_a_fetch(rank, world, tmp_path):
             with mock.patch("os.preadv", side_effect=error), pytest.raises(RuntimeError, match="Input/output error"):
                 go(engine, rank, world, 2, 3)
             coordinator = engine.zero.stage3.coordinator
-            assert coordinator.live_numel == 0 and not coordinator._live
+            assert coordinator.live_numel == 0 and not coordinator.live
             engine.discard_gradients()
         losses[-1] += go(engine, rank, world, 2, 4)
         engine.destroy()

@@ -321,7 +321,7 @@ def test_what_is_fetched_under_the_step_holds_what_the_program_leaves(rank, worl
     for step, (name, act) in enumerate(BETWEEN.items(), 1):
         one_step(plain, rank, world, step)
         one_step(engine, rank, world, step)
-        assert engine.stage.coordinator._live, f"nothing is here before {name}"
+        assert engine.stage.coordinator.live, f"nothing is here before {name}"
         sent = [each.ledger.last_step for each in (plain, engine)]
         assert sent[0] == sent[1], name
         assert alike(act(engine), act(plain)), name

@@ -1,4 +1,4 @@
-"""Stages 1 and 2 with ``zero.overlap_param_gather``: 6 publish runs under the step and the next forward pass.
+"""``zero.overlap_param_gather``: 6 publish runs under the step and the next forward pass; in stage 3, 1 fetch does.
 
 Without it ``engine.step()`` ends when every bucket of parameters has arrived from the ranks that own its parts. On a
 slow link that is a wait for bytes of which most are needed much later. With it::
@@ -9,6 +9,7 @@ slow link that is a wait for bytes of which most are needed much later. With it:
 
 Buckets are stepped on, and sent, in the order in which the next forward pass uses them: that of their reduction,
 backwards. It is the same on all ranks, whatever their modules do. Bytes and bits are those of stages 1 and 2.
+Stage 3, whose forward pass fetches in any case, does the first of it early: :class:`OverlappedZeroStage3`.
 
 [Note: nobody reads an old parameter]
     A parameter whose bucket is under way is *hidden*: its class is :class:`HiddenParameter`, and its memory a NaN. A
@@ -36,10 +37,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,14 +53,21 @@ from deepzero.comm.collectives import Pending
 from deepzero.device import Stream, accelerator_of
 from deepzero.layout import Bucket
 from deepzero.runtime.zero.buffer_pool import references
+from deepzero.runtime.zero.fetch_plan import ModuleUse
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
-from deepzero.runtime.zero.guards import METADATA
+from deepzero.runtime.zero.guards import METADATA, PartitionedUseError
+from deepzero.runtime.zero.parameter_all_gather import FORWARD
+from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
+from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepzero.runtime.zero.stage3 import PartitionedParamGroup, ZeroStage3
 from deepzero.runtime.zero.stage_1_and_2 import ParamGroup, ZeroStage1And2
 from deepzero.utils.compile import is_compiled
 from deepzero.utils.exit_hooks import before_the_end
 
 UNDER_WAY: weakref.WeakSet[BucketUnderWay] = weakref.WeakSet()
 """Of all engines: hooks are plain functions without a reference to one, so that modules can be copied and pickled."""
+FETCHED_AHEAD: weakref.WeakSet[OverlappedZeroStage3] = weakref.WeakSet()
+"""Those that fetch ahead of a step that may not come."""
 _CHANGES = threading.RLock()  # around whatever changes or walks it: any thread may wait
 
 # Answered without the values; the stand-in is not contiguous, and the parameter is.
@@ -159,9 +168,11 @@ def wait_for_all() -> None:
 @before_the_end
 def finish() -> None:
     """Wait before the process ends: others may read, and save, what this rank still sends."""
-    for bucket in all_under_way():
+    waits = [bucket.wait for bucket in all_under_way()]
+    waits += [partial(stage.coordinator.release_all, discard=True) for stage in list(FETCHED_AHEAD)]
+    for wait in waits:
         with contextlib.suppress(RuntimeError):  # a rank that is gone; whoever needs its part has the error
-            bucket.wait()
+            wait()
 
 
 def wait_before_forward(module: nn.Module, _: Any) -> None:
@@ -273,6 +284,132 @@ class OverlappedZeroStage1And2(ZeroStage1And2):
             for handle in self._handles:
                 handle.remove()
             super().destroy()
+
+
+class OverlappedZeroStage3(ZeroStage3):
+    """Stage 3, which steps first on what the next forward pass uses first, and fetches it under the rest of the step.
+
+    What the plan launches at its first use is launched here, in the same order. The next step counts the bytes, and
+    waits for them at that use; until then the program may do anything, but write into a shard unseen.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        gradients: GradientReducer,
+        groups: Sequence[ParamGroup],
+        coordinator: PartitionedParameterCoordinator,
+    ) -> None:
+        super().__init__(model, gradients, groups, coordinator)
+        # Fetched under the step, in this order; what of it is still to come; what has the new values before it is over.
+        self._first: list[PartitionedBucket] = []
+        self._to_fetch: list[PartitionedBucket] = []
+        self._updated: set[PartitionedBucket] = set()
+        # What was launched, until the first use; and the versions of its groups' shards when the step had ended, until
+        # it is released.
+        self._ahead: list[PartitionedBucket] = []
+        self._sent: dict[PartitionedParamGroup, int] = {}
+        coordinator.take_over, coordinator.on_release_all = self._take_over, self._forget
+        for group in (*self.partitioned, *self.frozen):
+            group.around_write = partial(self._around_write, group)
+
+    # ---- 4 boundary --------------------------------------------------------------------------------------------------
+
+    def end_passes(self) -> None:
+        """4: release everything; then see what the step to come fetches, which is stepped on first."""
+        self._ahead = []
+        super().end_passes()
+        plan, buckets = self.coordinator.training.plan, self.coordinator.buckets
+        launches = [buckets[key] for key, _ in plan.uses[0].launches] if plan is not None else []
+        first = list(itertools.takewhile(may_go_ahead, launches))
+        if first != self._first:  # the plan is new
+            order = self.gradients.order[::-1]  # about that of use
+            turns = [[ref for ref in order if (self._partitioned(*ref) in first) is now] for now in (True, False)]
+            self.gradients.shard.step_in_turns(turns, self._stepped)
+        self._first, self._to_fetch = first, first.copy()
+        # Frozen parameters are always what they were.
+        self._updated = {bucket for bucket in first if bucket.owner in self.frozen}
+
+    # ---- 5 step, 6 publish -------------------------------------------------------------------------------------------
+
+    def uploaded(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
+        """5, on the host: as without the overlap, and then fetch what can be."""
+        super().uploaded(group, bucket, wait_upload)
+        if (partitioned := self._partitioned(group, bucket)) is not None:
+            self._fetch_ahead(partitioned)
+
+    def _stepped(self, group: int, bucket: Bucket) -> None:
+        partitioned = self._partitioned(group, bucket)
+        if partitioned is not None and partitioned.owner is not None and partitioned in self._first:
+            partitioned.owner.cast_masters(partitioned)
+            self._fetch_ahead(partitioned)
+
+    def _fetch_ahead(self, updated: PartitionedBucket) -> None:
+        """1 fetch: launch, in their order, the fetches whose shards are new."""
+        self._updated.add(updated)
+        ledger, ranges = self.comm.ledger, self.comm.ranges
+        while self._to_fetch and self._to_fetch[0] in self._updated:
+            bucket = self._to_fetch.pop(0)
+            ledger.note("fetch", "ahead of the next step", f"bucket {bucket.key}")
+            with ranges.span("fetch", bucket.key, "the step", "ahead"), ledger.aside(next_step=True):
+                bucket.launch(FORWARD, exact=False)
+            self.coordinator.count_live(bucket.key, "the step")
+            self._ahead.append(bucket)
+            FETCHED_AHEAD.add(self)
+
+    def _cast(self, group: PartitionedParamGroup, bucket: PartitionedBucket) -> None:
+        if bucket not in self._updated:
+            super()._cast(group, bucket)
+
+    def publish(self) -> None:
+        """6: what was fetched ahead has been cast; from here on it has to be as it was sent."""
+        super().publish()
+        self._forget()
+        owners = {bucket.owner for bucket in self._ahead if bucket.owner is not None}
+        self._sent = {group: group.shard_on_device._version for group in owners}
+
+    # ---- between steps -----------------------------------------------------------------------------------------------
+
+    def _take_over(self, use: ModuleUse) -> list[int]:
+        """The first use of the step's: what is here goes into its record."""
+        ahead, self._ahead = [bucket.key for bucket in self._ahead], []
+        if ahead:
+            use.fetch = tuple(key for key in ahead if key in self.coordinator.live)
+            for group in list(self._sent):
+                self._check_as_sent(group)
+            self._sent = {}
+        return ahead
+
+    def _check_as_sent(self, group: PartitionedParamGroup) -> None:
+        """Raise a :class:`PartitionedUseError` if the shard was written behind a fetch of the step's."""
+        if self._sent.get(group) not in (None, group.shard_on_device._version):
+            raise PartitionedUseError(
+                f"a shard was written between two steps (by ds_tensor, or in fp32 by an optimizer's tensor) when "
+                f"zero.overlap_param_gather had sent parts of it to the next forward pass, among them "
+                f"{group.buckets[-1].names}. Write inside `with deepzero.zero.GatheredParameters(param, "
+                "modifier_rank=0):`, or switch the setting off"
+            )
+
+    @contextlib.contextmanager
+    def _around_write(self, group: PartitionedParamGroup) -> Iterator[None]:
+        """What is gathered will follow a write by the program; one before it may have been seen by nobody."""
+        self._check_as_sent(group)
+        yield
+        if group in self._sent:
+            self._sent[group] = group.shard_on_device._version
+
+    def _forget(self) -> None:
+        """All is released, and will be fetched anew. The next step still counts what was sent ahead of it, once."""
+        self._to_fetch, self._updated, self._sent = [], set(), {}
+
+
+def may_go_ahead(bucket: PartitionedBucket) -> bool:
+    """Whether a bucket may be fetched under the step before the one that uses it.
+
+    Not with qwZ, whose meter may let it travel in another way from the next step on; nor with MiCS, which first renews
+    what it gathers from; nor from host memory, into which the CPU still writes.
+    """
+    return not (bucket.gather.quantizes or bucket.gather.mics or bucket.gather.source.on_host)
 
 
 def is_opaque(module: nn.Module) -> bool:

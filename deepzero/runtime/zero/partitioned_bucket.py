@@ -234,22 +234,17 @@ class PartitionedBucket:
 
     def fragment_of(self, slot: ParamSlot) -> torch.Tensor:
         """1-D: this rank's elements of one parameter, in its shard."""
-        start, stop, first = self.range_of(slot)
-        return self.shard[first : first + stop - start]
-
-    def range_of(self, slot: ParamSlot) -> tuple[int, int, int]:
-        """(first, one past the last) element of the parameter that this rank keeps; where they lie in its shard."""
-        mine = self.layout.part_start(self.gather.comm.rank)
-        lo, hi = max(slot.offset, mine), min(slot.end, mine + self.layout.shard_numel)
-        return (lo - slot.offset, hi - slot.offset, lo - mine) if lo < hi else (0, 0, 0)
+        mine = self.layout.fragment(slot, self.gather.comm.rank)
+        return self.shard[mine.shard_start - self.layout.shard_offset :][: mine.numel]
 
     @torch.no_grad()
     def write(self, param: ZeroParameter, values: torch.Tensor) -> None:
         """New values for one parameter, 1-D and whole, the same on every rank: this rank keeps its fragment."""
         # The owner has waited for fetches that read a shard in host memory; afterwards its masters follow.
-        start, stop, first = self.range_of(param._zero.placed()[1])
+        slot = param._zero.placed()[1]
+        mine = self.layout.fragment(slot, self.gather.comm.rank)
         with self.owner.writing(param) if self.owner is not None else nullcontext():
-            self.shard[first : first + stop - start].copy_(values[start:stop])
+            self.fragment_of(slot).copy_(values[mine.start :][: mine.numel])
         self.generation += 1
         # What is gathered, or on its way, follows: in place, after the all-gather, which would overwrite it.
         if self.status is not ZeroParamStatus.NOT_AVAILABLE:

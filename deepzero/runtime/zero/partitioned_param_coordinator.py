@@ -20,12 +20,9 @@ Sources: ``PartitionedParameterCoordinator``, ``fetch_sub_module``, ``release_su
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,10 +34,6 @@ from deepzero.runtime.zero.guards import PartitionedUseError
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, EVALUATION, FORWARD, ON_REQUEST, ON_REQUEST_BROADCAST
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
-from deepzero.utils.exit_hooks import before_the_end
-
-if TYPE_CHECKING:
-    from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 
 log = logging.getLogger(__name__)
 
@@ -55,17 +48,6 @@ NO_ACTION = ModuleUse((), False, "")
 
 WARN_AFTER_DROPS = 10
 """Plans dropped before a warning that they do not last."""
-
-UNDER_WAY: weakref.WeakSet[PartitionedParameterCoordinator] = weakref.WeakSet()
-"""Those that have fetched ahead of a step that may not come."""
-
-
-@before_the_end
-def finish() -> None:
-    """Wait before the process ends: this rank still sends what others may wait for."""
-    for coordinator in list(UNDER_WAY):
-        with contextlib.suppress(RuntimeError):  # a rank that is gone; whoever needs its part has the error
-            coordinator.release_all(discard=True)
 
 
 class ModuleTrace:
@@ -165,9 +147,11 @@ class PartitionedParameterCoordinator:
         # Keys of the use under way: its buckets are here and stay until the next one.
         self.current: frozenset[int] = frozenset()
         # Keys of the buckets that are gathered or in flight, by last use, the oldest first.
-        self._live: dict[int, None] = {}
-        # Keys of those that the step has launched for the one to come, which counts them, until its first use.
-        self._ahead: list[int] = []
+        self.live: dict[int, None] = {}
+        # Set by ``overlap_param_gather.py``, whose step fetches for the next one. Called at every use in training, with
+        # its record: returns the keys of what was fetched ahead, and is counted already. And when all is released.
+        self.take_over: Callable[[ModuleUse], Sequence[int]] = lambda use: ()
+        self.on_release_all: Callable[[], None] = lambda: None
         self.pool, self.pools = pools[0], pools
         self.pool.bucket_numels = {key: numel for key, numel in self.numels.items() if numel}
         self._to_simulate = False
@@ -188,7 +172,7 @@ class PartitionedParameterCoordinator:
         elif torch.is_grad_enabled():
             self._switch(self.training)
         else:
-            if self._ahead and self.training.position < 0:  # they are the training step's, which gathers them anew
+            if self.training.position < 0:  # what is here was fetched ahead for training, which gathers it anew
                 self.release_all()
             self._switch(self.evaluation)
             self._trace.reset()
@@ -239,12 +223,7 @@ class PartitionedParameterCoordinator:
         if not self.pool.uses:
             self._begin_pass()
         self.pool.uses.append(use)
-        ahead: list[int] = []
-        if self._ahead and self._trace is self.training:
-            ahead, self._ahead = self._ahead, ahead
-            use.fetch = tuple(key for key in ahead if key in self._live)
-            for group in self._owners(use.fetch):
-                group.check_as_sent()
+        ahead = self.take_over(use) if self._trace is self.training else ()
         # Release before fetching: the buffers that become free are those that the fetch takes.
         self.release_sub_module(keys, planned)
         # Mine first, as it is needed first. The order is that of the plan or of the keys, so the same on all ranks:
@@ -253,7 +232,7 @@ class PartitionedParameterCoordinator:
         if planned is not None:
             fetches += [(key, BACKWARD if later else forward, "prefetch") for key, later in planned.prefetch]
         for key, kind, note in fetches:
-            if key in self._live:
+            if key in self.live:
                 continue
             bucket = self.buckets[key]
             self.comm.ledger.note("fetch", f"{note} at {where}" if note else where, f"bucket {key}")
@@ -263,7 +242,7 @@ class PartitionedParameterCoordinator:
                 with self.comm.ranges.span("fetch", key, where, note), counted:
                     bucket.launch(kind, exact=False)
                 use.fetch += (key,)
-            self._count_live(key, where)
+            self.count_live(key, where)
         if not on_demand:
             self.current = frozenset(keys)
         # All is launched before anything is waited for: while this rank stands still for its own buckets, and while it
@@ -274,33 +253,8 @@ class PartitionedParameterCoordinator:
                 if show and not self.buckets[key].shown:
                     self.buckets[key].show()
                 # Last in the order of use.
-                self._live.pop(key, None)
-                self._live[key] = None
-
-    def first_fetches(self) -> list[PartitionedBucket]:
-        """What the next step will launch at its first use, if that is known."""
-        plan = self.training.plan
-        return [self.buckets[key] for key, _ in plan.uses[0].launches] if plan is not None else []
-
-    def fetch_ahead(self, bucket: PartitionedBucket) -> None:
-        """1 fetch, in the order of :meth:`first_fetches`, while the optimizer steps on other buckets.
-
-        The bytes are counted in the next step, whose first use waits for them.
-        """
-        self.comm.ledger.note("fetch", "ahead of the next step", f"bucket {bucket.key}")
-        with self.comm.ranges.span("fetch", bucket.key, "the step", "ahead"), self.comm.ledger.aside(next_step=True):
-            bucket.launch(FORWARD, exact=False)
-        self._count_live(bucket.key, "the step")
-        self._ahead.append(bucket.key)
-        UNDER_WAY.add(self)
-
-    def note_sent(self) -> None:
-        """The step has written its last: what it has launched holds the values of now."""
-        for group in self._owners(self._ahead):
-            group.sent_version = group.shard_on_device._version
-
-    def _owners(self, keys: Iterable[int]) -> set[PartitionedParamGroup]:
-        return {owner for key in keys if (owner := self.buckets[key].owner) is not None}
+                self.live.pop(key, None)
+                self.live[key] = None
 
     def release_sub_module(self, keys: tuple[int, ...], planned: ModuleUse | None) -> None:
         """2: before ``keys`` are fetched, release what the modules before needed and the plan lets go.
@@ -312,8 +266,8 @@ class PartitionedParameterCoordinator:
             self.pool.released(key, self._release(key))
         # A use on demand that the plan does not have may need room that the plan did not leave.
         limit = self._recording_numel if planned is None else self.limits.live_numel
-        total = self.live_numel + sum(self.numels[key] for key in keys if key not in self._live)
-        for key in [key for key in self._live if key not in keys] if total > limit else ():
+        total = self.live_numel + sum(self.numels[key] for key in keys if key not in self.live)
+        for key in [key for key in self.live if key not in keys] if total > limit else ():
             if total <= limit:
                 break
             total -= self.numels[key]
@@ -326,7 +280,7 @@ class PartitionedParameterCoordinator:
             PartitionedUseError: a gathered parameter was written. The step has ended as on the other ranks.
         """
         self._switch(self.training)
-        self._ahead, problem = [], None
+        problem = None
         try:
             self.release_all()
         except PartitionedUseError as error:
@@ -384,19 +338,18 @@ class PartitionedParameterCoordinator:
 
     def hide_all(self) -> None:
         """No module is under way any more: what is gathered stays, but parameters do not show it."""
-        for key in self._live:
+        for key in self.live:
             if self.buckets[key].shown:
                 self.buckets[key].hide_unused()
 
     def release_all(self, discard: bool = False) -> None:
         """Nothing is gathered afterwards; with ``discard`` without a complaint about writes."""
         self.current = frozenset()
-        for group in self._owners(self._ahead):
-            group.sent_version = None
+        self.on_release_all()
         if self.pool.uses:
-            self.pool.uses.append(ModuleUse((), False, "", release=tuple(self._live)))
+            self.pool.uses.append(ModuleUse((), False, "", release=tuple(self.live)))
         refused: Exception | None = None
-        for key in list(self._live):
+        for key in list(self.live):
             try:
                 self._release(key, discard)
             except PartitionedUseError as error:  # the others are released all the same
@@ -420,7 +373,8 @@ class PartitionedParameterCoordinator:
 
     # ---- how -------------------------------------------------------------------------------------------------------
 
-    def _count_live(self, key: int, where: str) -> None:
+    def count_live(self, key: int, where: str) -> None:
+        """A bucket is on its way, or here: it counts until it is released."""
         self.live_numel += self.numels[key]
         self.max_live_numel = max(self.max_live_numel, self.live_numel)
         if self.live_numel > self.limits.live_numel and not self._warned_live and self.comm.rank == 0:
@@ -429,7 +383,7 @@ class PartitionedParameterCoordinator:
                 "%s needs %d gathered elements at once, more than stage3_max_live_parameters=%d (said once)",
                 where, self.live_numel, self.limits.live_numel,
             )  # fmt: skip
-        self._live[key] = None
+        self.live[key] = None
         self.buckets[key].release_when_unreferenced = False
 
     def _wait(self, key: int) -> None:
@@ -441,9 +395,9 @@ class PartitionedParameterCoordinator:
     def _release(self, key: int, discard: bool = False) -> bool:
         """Returns whether nothing shows the bucket's values any more."""
         bucket = self.buckets[key]
-        if key not in self._live:
+        if key not in self.live:
             return bucket.status is ZeroParamStatus.NOT_AVAILABLE
-        del self._live[key]
+        del self.live[key]
         self.live_numel -= self.numels[key]
         # A prefetch that nobody used: until it has arrived the buffer is the all-gather's.
         self._wait(key)

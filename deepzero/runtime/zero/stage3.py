@@ -33,9 +33,8 @@ Sources: P_os+g+p in [ZeRO], sections 5.3 and 7.2.2; [stage-3 guide]; ``stage3.p
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -47,7 +46,7 @@ from deepzero.layout import Bucket, Fragment
 from deepzero.placement import OffloadPlan
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
-from deepzero.runtime.zero.guards import PartitionedUseError, unregister_owner
+from deepzero.runtime.zero.guards import unregister_owner
 from deepzero.runtime.zero.module_hooks import ModuleHooks
 from deepzero.runtime.zero.parameter_all_gather import SETUP, PlainAllGather, send_to_replicas
 from deepzero.runtime.zero.partition_parameters import (
@@ -187,8 +186,8 @@ class PartitionedParamGroup(ParamGroup):
         if placement.parameter_numel and allocate is not None:
             self.shard_on_host = allocate(HOST_PARAMETERS, placement.parameter_numel, pool.dtype)
         self.pool, self._first_key, self._build_gather = pool, first_key, build_gather
-        # Of ``shard_on_device``, when the last step had ended, while buckets are here that it has fetched ahead.
-        self.sent_version: int | None = None
+        # Around a write to the shard; may refuse.
+        self.around_write: Callable[[], AbstractContextManager[None]] = nullcontext
         self.buckets: list[PartitionedBucket] = []
         super().__init__(names, planned, pool.dtype, comm, placement, allocate)
 
@@ -243,30 +242,18 @@ class PartitionedParamGroup(ParamGroup):
 
     # ---- writes by the program ---------------------------------------------------------------------------------------
 
-    def check_as_sent(self) -> None:
-        """Raise a :class:`PartitionedUseError` if the shard was written behind a fetch of the step's."""
-        if self.sent_version not in (None, self.shard_on_device._version):
-            raise PartitionedUseError(
-                f"a shard was written between two steps (by ds_tensor, or in fp32 by an optimizer's tensor) when "
-                f"zero.overlap_param_gather had sent parts of it to the next forward pass, among them "
-                f"{self.buckets[-1].names}. Write inside `with deepzero.zero.GatheredParameters(param, "
-                "modifier_rank=0):`, or switch the setting off"
-            )
-
     @contextmanager
     @torch.no_grad()
     def writing(self, param: ZeroParameter | None = None) -> Iterator[None]:
         """Around a write to the shard: what is gathered will follow it, and the master of ``param`` does at the end."""
         if param is not None and self.before_write is not None:
             self.before_write()
-        self.check_as_sent()
-        yield
-        mine = self.fragment_of(param._zero.placed()[1].index) if param is not None else None
-        if mine is not None:
-            fragment, master = mine
-            update_master_from_param(master.view(-1), self.param_fragment(fragment))
-        if self.sent_version is not None:
-            self.sent_version = self.shard_on_device._version
+        with self.around_write():
+            yield
+            mine = self.fragment_of(param._zero.placed()[1].index) if param is not None else None
+            if mine is not None:
+                fragment, master = mine
+                update_master_from_param(master.view(-1), self.param_fragment(fragment))
 
     def write(self, index: int, values: torch.Tensor) -> None:
         """As in stages 1 and 2."""
@@ -321,23 +308,14 @@ class PartitionedParamGroup(ParamGroup):
             bucket.gather.secondary_shard = None
 
 
-def may_go_ahead(bucket: PartitionedBucket) -> bool:
-    """Whether a bucket may be fetched under the step before the one that uses it.
-
-    Not with qwZ, whose meter may let it travel in another way from the next step on; nor with MiCS, which first renews
-    what it gathers from; nor from host memory, into which the CPU still writes.
-    """
-    return not (bucket.gather.quantizes or bucket.gather.mics or bucket.gather.source.on_host)
-
-
 # ---- 1 to 6 ----------------------------------------------------------------------------------------------------------
 
 
-class ZeroStage3:
-    """Partitioned parameters, gradients and optimizer states.
+class ZeroStage3(ZeroStage1And2):
+    """Partitioned parameters, gradients and optimizer states. What it inherits treats persistent parameters as stage 2.
 
-    ``model`` gets the hooks; ``gradients`` are those of all trainable parameters, partitioned or persistent. With
-    ``overlap`` what the next forward pass uses first is stepped on first, and fetched under the rest of the step.
+    ``model`` gets the hooks; ``gradients`` are those of all trainable parameters, partitioned or persistent: one
+    reducer serves both, so that buckets are launched in one order. ``groups`` afterwards are the persistent ones.
     """
 
     def __init__(
@@ -346,30 +324,23 @@ class ZeroStage3:
         gradients: GradientReducer,
         groups: Sequence[ParamGroup],
         coordinator: PartitionedParameterCoordinator,
-        overlap: bool = False,
     ) -> None:
-        self._model, self.gradients, self.comm, self.coordinator = model, gradients, gradients.comm, coordinator
+        persistent = [group for group in groups if not isinstance(group, PartitionedParamGroup)]
+        super().__init__(persistent, gradients, gradients.comm)
+        self._model, self.coordinator = model, coordinator
         partitioned = [group for group in groups if isinstance(group, PartitionedParamGroup)]
         self.partitioned = [group for group in partitioned if group.optimizer_group is not None]
         self.frozen = [group for group in partitioned if group.optimizer_group is None]
-        persistent = [group for group in groups if not isinstance(group, PartitionedParamGroup)]
-        # Persistent parameters are treated as stage 2 treats all. One reducer serves all groups: buckets are launched
-        # in one order.
-        self.persistent = ZeroStage1And2(persistent, gradients, self.comm)
         self._mark_persistent()
         gradients.on_launched = self._launched
         self._last_micro_batch = False
-        # Fetched under the step, in this order; what of it is still to come; what has the new values before it is over.
-        self._overlap, self._first = overlap, list[PartitionedBucket]()
-        self._to_fetch: list[PartitionedBucket] = []
-        self._updated: set[PartitionedBucket] = set()
         # 1 fetch, 2 release: the hooks call the coordinator.
         self.hooks = ModuleHooks(model, self.coordinator, self._leaf_done)
-        gradients.leaf_params, self.unwinding = self.hooks.leaf_params, self.hooks.unwinding
+        gradients.leaf_params = self.hooks.leaf_params
 
     def _mark_persistent(self) -> None:
         """Give parameters that stay whole DeepSpeed's attributes: ``ds_id``, ``ds_status`` and the like."""
-        slots = {p: (g, s) for g in self.persistent.groups for p, s in zip(g.params, g.layout.slots, strict=True)}
+        slots = {p: (g, s) for g in self.groups for p, s in zip(g.params, g.layout.slots, strict=True)}
         for name, param in self._model.named_parameters():
             if type(param) is nn.Parameter and param.numel():
                 record = ParamRecord(param, name)
@@ -386,7 +357,7 @@ class ZeroStage3:
         # For the messages of ranks that fall apart, and stand in different places.
         if (record := vars(param).get("_zero")) is not None:
             self.comm.trail.position = f"backward, gradient of {record.name}"
-        self.gradients.reduce_ready_gradient(param, last_micro_batch)
+        super().reduce_ready_gradient(param, last_micro_batch)
 
     def _partitioned(self, group: int, bucket: Bucket) -> PartitionedBucket | None:
         """The bucket of ``gradients.groups[group]`` with its tensors; None: its parameters are persistent."""
@@ -405,56 +376,31 @@ class ZeroStage3:
     def backward_end(self, last_micro_batch: bool) -> None:
         """End a backward pass."""
         self.hooks.end_of_backward()
-        self.gradients.backward_end(last_micro_batch)
+        super().backward_end(last_micro_batch)
 
     def forget_pass(self) -> None:
         """End a pass that left no gradient; one through a leaf module may have counted it as complete."""
         self.hooks.end_of_backward()
-        self.gradients.forget_pass()
+        super().forget_pass()
 
     # ---- 4 boundary --------------------------------------------------------------------------------------------------
 
     def end_passes(self) -> None:
         """4: release everything, as this step makes it old. It is released also when a write to it raises."""
         self.coordinator.end_step()
-        first = list(itertools.takewhile(may_go_ahead, self.coordinator.first_fetches() if self._overlap else ()))
-        if first != self._first:  # the plan is new
-            order = self.gradients.order[::-1]  # about that of use
-            turns = [[ref for ref in order if (self._partitioned(*ref) in first) is now] for now in (True, False)]
-            self.gradients.shard.step_in_turns(turns, self._stepped)
-        self._first, self._to_fetch = first, first.copy()
-        # Frozen parameters are always what they were.
-        self._updated = {bucket for bucket in first if bucket.owner in self.frozen}
-
-    def reduce_gradients(self) -> None:
-        """4, after :meth:`end_passes`: flush and wait."""
-        self.gradients.reduce_gradients()
 
     # ---- 5 step: the optimizer's, over this rank's masters -----------------------------------------------------------
 
-    def arrived(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
+    def uploaded(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
         """5, on the host: this rank's shard of a bucket is new. Only the next fetch of it waits for its copy.
 
         Persistent parameters go to the other ranks while the CPU steps on the next bucket.
         """
-        partitioned, persistent = self._partitioned(group, bucket), self.persistent
+        partitioned = self._partitioned(group, bucket)
         if partitioned is None:
-            persistent.arrived(persistent.groups.index(self.gradients.groups[group]), bucket, wait_upload)
+            self.arrived(self.groups.index(self.gradients.groups[group]), bucket, wait_upload)
         else:
             partitioned.mark_updated(wait_upload)
-            self._fetch_ahead(partitioned)
-
-    def _stepped(self, group: int, bucket: Bucket) -> None:
-        partitioned = self._partitioned(group, bucket)
-        if partitioned is not None and partitioned.owner is not None and partitioned in self._first:
-            partitioned.owner.cast_masters(partitioned)
-            self._fetch_ahead(partitioned)
-
-    def _fetch_ahead(self, updated: PartitionedBucket) -> None:
-        """1 fetch, with ``overlap_param_gather``: launch, in their order, the fetches whose shards are new."""
-        self._updated.add(updated)
-        while self._to_fetch and self._to_fetch[0] in self._updated:
-            self.coordinator.fetch_ahead(self._to_fetch.pop(0))
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
@@ -462,16 +408,17 @@ class ZeroStage3:
         """6: cast masters into ``shard_S``; gather persistent parameters only, and with MiCS renew secondary shards."""
         # Launched first, waited for last: persistent parameters travel while the others' masters are cast, and while
         # secondary shards are renewed.
-        self.persistent.all_gather_dp_groups()
+        self.all_gather_dp_groups()
         for group in self.partitioned:
             for bucket in group.buckets:
                 # Where the CPU steps, its kernel has written the cast parameters, and ``arrived`` has counted them.
-                if not group.placement.steps_on_host(bucket.layout) and bucket not in self._updated:
-                    group.cast_masters(bucket)
-        self._to_fetch, self._updated = [], set()
-        self.coordinator.note_sent()
+                if not group.placement.steps_on_host(bucket.layout):
+                    self._cast(group, bucket)
         send_to_replicas([bucket for group in self.partitioned for bucket in group.buckets])
-        self.persistent.wait_all_gathers()
+        self.wait_all_gathers()
+
+    def _cast(self, group: PartitionedParamGroup, bucket: PartitionedBucket) -> None:
+        group.cast_masters(bucket)
 
     # ---- what is gathered --------------------------------------------------------------------------------------------
 
@@ -504,19 +451,22 @@ class ZeroStage3:
         # The hooks first: while a module counts as under way, its parameters stay shown.
         self.hooks.reset()
         self.coordinator.reset()
-        self.gradients.discard_gradients()
+        super().discard_gradients()
 
     def before_writes(self) -> None:
         """Release everything: a write to a partitioned parameter goes into every rank's shard."""
-        self._to_fetch, self._updated = [], set()
         self.coordinator.release_all()
+
+    def unwinding(self) -> AbstractContextManager[None]:
+        """Around a forward pass: whatever ends it leaves no module under way."""
+        return self.hooks.unwinding()
 
     def destroy(self) -> None:
         """Whole, plain parameters again; no hooks. A collective."""
         # Gathered buckets and hooks first: a parameter that becomes plain must not be a view of a buffer.
         self.coordinator.release_all()
         self.hooks.remove()
-        self.persistent.destroy()
+        super().destroy()
         for param in self._model.parameters():
             if isinstance(param, PersistentParameter):
                 del param._zero

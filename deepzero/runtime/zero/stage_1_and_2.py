@@ -390,7 +390,7 @@ class ParamGroup:
 class ZeroStage1And2:
     """Partitioned optimizer states (stage 1) and gradients (stage 2), over whole parameters; or neither (stage 0).
 
-    Stage 3 has one too, for its persistent parameters.
+    Stage 3 is one, too, for its persistent parameters.
 
     Args:
         groups: those of whole parameters; in stage 0 with ``replicated=True``, which makes one partition of each.
@@ -443,6 +443,10 @@ class ZeroStage1And2:
     # fragments (``unscale_and_clip_grads``, if the optimizer's kernel does not), then steps on their masters, the
     # fragments of ``single_partition_of_fp32_groups``. DeepSpeed's step begins with ``free_grad_in_param_list``, for
     # gradients of other ranks' partitions; here every gradient was freed when it was taken.
+
+    def uploaded(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
+        """5, on the host: this rank's part of a bucket of ``gradients.groups[group]`` is new, or on its way."""
+        self.arrived(group, bucket, wait_upload)
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 

@@ -149,8 +149,7 @@ class ParamFragment:
     def assemble(self, mine: torch.Tensor) -> torch.Tensor:
         """The parameter of which ``mine`` is this rank's fragment, in its shape, fp32. A collective."""
         comm, slot = self.engine.comm, self.slot
-        starts = [self.bucket.part_start(rank) for rank in range(comm.world_size)]
-        counts = [max(0, min(slot.end, at + self.bucket.shard_numel) - max(slot.offset, at)) for at in starts]
+        counts = [self.bucket.fragment(slot, rank).numel for rank in range(comm.world_size)]
         largest = max(counts)
         if self.group.replicated or comm.world_size == 1 or largest == 0:
             return mine.view(self.shape)
