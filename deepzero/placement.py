@@ -1,31 +1,39 @@
-"""Which part of a layout lives in host memory: what ``offload/`` decides, and the stages go by. Pure integers."""
+"""A group before it has tensors: its parameters, their layout, and what of it ``offload/`` puts into host memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from deepzero.layout import Bucket, FlatLayout
 
+if TYPE_CHECKING:
+    from torch import nn
+
 
 @dataclass(frozen=True)
-class OffloadPlan:
-    """Where one group's tensors live: counts of buckets from the first, and what follows from them.
+class GroupPlan:
+    """Which parameters are in a group, and where its tensors will live; by default nothing is offloaded.
 
     Whole buckets go to the host, in the order in which their gradients arrive: the first to arrive have the rest of the
     backward pass to travel in, and while the CPU is still busy with them the device steps on the last. In fp32 a
     parameter is its own master where both lie on the same side; elsewhere there is a separate fp32 master.
     """
 
+    params: Sequence[nn.Parameter]  # in the order of the layout
     layout: FlatLayout
-    optimizer_buckets: int  # masters, moments and reduced gradients of so many are in host memory
-    parameter_buckets: int  # this rank's part of the parameters of so many
-    own_masters: bool  # the parameters are fp32: their own masters, where both are on one side
-    trained: bool = True  # False: no optimizer, no masters
+    optimizer_group: int | None  # None: no optimizer, no masters
+    partitioned: bool  # stage 3: every rank keeps a part
+    per_tensor: bool = False  # laid out so that no parameter is cut: the optimizer gets each in its shape
+    own_masters: bool = False  # the parameters are fp32: their own masters, where both are on one side
+    optimizer_buckets: int = 0  # masters, moments and reduced gradients of so many, from the first, are in host memory
+    parameter_buckets: int = 0  # this rank's part of the parameters of so many
 
-    @classmethod
-    def on_device(cls, layout: FlatLayout, own_masters: bool, trained: bool = True) -> OffloadPlan:
-        """Nothing is offloaded."""
-        return cls(layout, 0, 0, own_masters, trained)
+    @property
+    def trained(self) -> bool:
+        """Whether an optimizer steps on it."""
+        return self.optimizer_group is not None
 
     @property
     def optimizer_numel(self) -> int:

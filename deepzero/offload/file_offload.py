@@ -54,7 +54,7 @@ from deepzero.offload.optimizer_offload import (
     StagingBuffer,
 )
 from deepzero.offload.pinned_arena import HostArena, Region
-from deepzero.placement import OffloadPlan
+from deepzero.placement import GroupPlan
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS
 from deepzero.runtime.zero.stage_1_and_2 import HOST_MASTERS
 
@@ -88,20 +88,20 @@ class FileBuffers(NamedTuple):
     def plan(
         cls,
         zero: ZeroConfig,
-        placements: Sequence[tuple[OffloadPlan, bool]],
+        planned: Sequence[GroupPlan],
         sums: HostGradients | None,
         compute: torch.dtype,
         accumulation: torch.dtype,
     ) -> FileBuffers:
-        """``placements`` of all groups, and whether they are partitioned.
+        """For all groups.
 
         Raises:
             ConfigError: the part of a bucket of parameters is larger than ``buffer_size``.
         """
         optimizer, param = zero.offload_optimizer, zero.offload_param
         states, params = optimizer.device == "nvme", param.device == "nvme"
-        stepped = [b.shard_numel for p, _ in placements if p.trained for b in p.layout.buckets if p.steps_on_host(b)]
-        kept = [b.shard_numel for p, parted in placements if parted for b in p.layout.buckets if p.keeps_on_host(b)]
+        stepped = [b.shard_numel for p in planned if p.trained for b in p.layout.buckets if p.steps_on_host(b)]
+        kept = [b.shard_numel for p in planned if p.partitioned for b in p.layout.buckets if p.keeps_on_host(b)]
         kept = kept if params else []
         if kept:
             rule = f"a bucket has {max(kept)} elements on a rank; raise it, or lower zero.reduce_bucket_size"

@@ -16,6 +16,7 @@ import os
 import socket
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -31,10 +32,10 @@ from deepzero.offload.delayed_update import DelayedOptimizerShard
 from deepzero.offload.file_offload import FileBuffers, FileOptimizerShard, FileWire, in_files
 from deepzero.offload.optimizer_offload import MOMENTS, STAGING, HostGradients, HostOptimizerShard, Offload
 from deepzero.offload.pinned_arena import HostArena, HostMemory, HostMemoryError, Region
-from deepzero.placement import OffloadPlan
+from deepzero.placement import GroupPlan
 from deepzero.runtime.optimizer_state import makes_state_in_advance
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS
-from deepzero.runtime.zero.stage_1_and_2 import HOST_MASTERS, GroupLayout
+from deepzero.runtime.zero.stage_1_and_2 import HOST_MASTERS
 
 log = logging.getLogger(__name__)
 
@@ -52,26 +53,25 @@ def most_count(layout: FlatLayout, limit: int | None) -> int:
     return bisect_right(list(itertools.accumulate(bucket.shard_numel for bucket in layout.buckets)), limit)
 
 
-def plan_offload(planned: Sequence[GroupLayout], config: ZeroConfig, dtype: torch.dtype) -> list[OffloadPlan]:
-    """Where each group's tensors live, in the order of building; ``dtype`` is the compute dtype."""
+def plan_offload(planned: Sequence[GroupPlan], config: ZeroConfig, dtype: torch.dtype) -> list[GroupPlan]:
+    """The groups with where their tensors live, in the order of building; ``dtype`` is the compute dtype."""
     optimizer, param = config.offload_optimizer, config.offload_param
     left = param.max_in_cpu
-    placements = []
+    placed = []
     for group in planned:
-        trained = group.optimizer_group is not None
         steps = keeps = 0
-        if trained and optimizer.device != "none":
+        if group.trained and optimizer.device != "none":
             steps = nearest_count(group.layout, optimizer.ratio * group.layout.padded_numel)
         if group.partitioned and param.device != "none":
             keeps = most_count(group.layout, left)
-        placements.append(OffloadPlan(group.layout, steps, keeps, dtype == torch.float32, trained))
-        left = None if left is None else left - placements[-1].parameter_numel
-    return placements
+        own = dtype == torch.float32
+        placed.append(replace(group, own_masters=own, optimizer_buckets=steps, parameter_buckets=keeps))
+        left = None if left is None else left - placed[-1].parameter_numel
+    return placed
 
 
 def build_host(
-    planned: Sequence[GroupLayout],
-    placements: Sequence[OffloadPlan],
+    planned: Sequence[GroupPlan],
     config: ZeroConfig,
     comm: Communicator,
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -83,7 +83,6 @@ def build_host(
 
     Args:
         planned: all groups, in the order in which they will be built.
-        placements: of each.
         config: the settings.
         comm: the ranks.
         dtypes: compute dtype, accumulation dtype.
@@ -98,8 +97,7 @@ def build_host(
     settings, param = config.offload_optimizer, config.offload_param
     if settings.device == "none" and param.device == "none":
         return None
-    pairs = list(zip(planned, placements, strict=True))
-    plan = HostPlan.of(pairs, config, dtypes, moment_bytes, depth, optimizer)
+    plan = HostPlan.of(planned, config, dtypes, moment_bytes, depth, optimizer)
     neighbours, threads = _neighbours(settings.threads, comm)
     filed = in_files(config)
     with _agreed(comm):
@@ -109,7 +107,7 @@ def build_host(
                 "threads would only wait for each other"
             )
         check_optimizer(settings, optimizer)
-        buffers = FileBuffers.plan(config, [(placed, g.partitioned) for g, placed in pairs], plan.sums, *dtypes)
+        buffers = FileBuffers.plan(config, planned, plan.sums, *dtypes)
     made = (comm.device, comm.ledger, comm.chaos, OffloadStats(), comm.ranges)
     wire = FileWire(*made) if filed else HostDeviceCopier(*made)
     make_shard: Callable[..., HostOptimizerShard]
@@ -126,7 +124,7 @@ def build_host(
                 wire.open(plan.regions, config)
             files, make_shard = wire.files, partial(FileOptimizerShard, wire, wire.carve(buffers, arena))
         undo.pop_all()
-    on_device = sum(p.layout.shard_numel - p.parameter_numel for g, p in pairs if g.partitioned)
+    on_device = sum(g.layout.shard_numel - g.parameter_numel for g in planned if g.partitioned)
     if comm.rank == 0 and param.device == "cpu" and on_device:
         # A limit that leaves parameters on the device is easily one that was meant for something else.
         log.warning(
@@ -150,28 +148,31 @@ class HostPlan(NamedTuple):
     @classmethod
     def of(
         cls,
-        pairs: Sequence[tuple[GroupLayout, OffloadPlan]],
+        planned: Sequence[GroupPlan],
         config: ZeroConfig,
         dtypes: tuple[torch.dtype, torch.dtype],
         moment_bytes: Sequence[int],
         depth: int,
         optimizer: torch.optim.Optimizer,
     ) -> HostPlan:
-        """Of groups and where each lies; further arguments are those of :func:`build_host`."""
+        """The arguments are those of :func:`build_host`."""
         settings, (compute, accumulation) = config.offload_optimizer, dtypes
         regions: list[Region] = []
-        for group, placed in pairs:
-            kept = Region(HOST_PARAMETERS, placed.parameter_numel if group.partitioned else 0, compute)
-            masters = Region(HOST_MASTERS, len(placed.host_masters), torch.float32)
+        for group in planned:
+            kept = Region(HOST_PARAMETERS, group.parameter_numel if group.partitioned else 0, compute)
+            masters = Region(HOST_MASTERS, len(group.host_masters), torch.float32)
             regions += [region for region in (kept, masters) if region.numel]
-        trained = [(g.optimizer_group, placed) for g, placed in pairs if g.optimizer_group is not None]
-        stepped = [placed for _, placed in trained]
-        rooms = [Region(MOMENTS, placed.optimizer_numel * moment_bytes[g], torch.uint8) for g, placed in trained]
+        stepped = [group for group in planned if group.trained]
+        rooms = [
+            Region(MOMENTS, group.optimizer_numel * moment_bytes[group.optimizer_group], torch.uint8)
+            for group in planned
+            if group.optimizer_group is not None
+        ]
         elsewhere = [] if makes_state_in_advance(optimizer) else [room for room in rooms if room.numel]
         if elsewhere:
             rooms = [Region(MOMENTS, 0, torch.uint8) for _ in rooms]
         sums = None
-        if any(placed.optimizer_buckets for placed in stepped):
+        if any(group.optimizer_buckets for group in stepped):
             sums = HostGradients(stepped, 2 if settings.delayed_update else 1, accumulation, depth + 1)
         staging = staging_regions(stepped, compute, settings)
         regions += [room for room in rooms if room.numel] + (sums.regions if sums is not None else []) + staging
@@ -192,14 +193,12 @@ def check_optimizer(settings: OffloadOptimizerConfig, optimizer: torch.optim.Opt
             )
 
 
-def staging_regions(
-    placements: Sequence[OffloadPlan], dtype: torch.dtype, settings: OffloadOptimizerConfig
-) -> list[Region]:
+def staging_regions(planned: Sequence[GroupPlan], dtype: torch.dtype, settings: OffloadOptimizerConfig) -> list[Region]:
     """What the arena has to hold for new parameters on their way: two buffers in turn, one for each late bucket.
 
     In fp32 the masters themselves are sent, where they lie in memory.
     """
-    plans = placements if dtype != torch.float32 or settings.device == "nvme" else []
+    plans = planned if dtype != torch.float32 or settings.device == "nvme" else []
     numels = [b.shard_numel for p in plans for b in p.layout.buckets if p.steps_on_host(b) and not p.keeps_on_host(b)]
     if not settings.delayed_update:
         numels = [max(numels, default=0)] * min(2, len(numels))

@@ -48,7 +48,7 @@ from deepzero.offload.copy_streams import (
 from deepzero.offload.cpu_adam import MOMENTS as MOMENT_NAMES
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.pinned_arena import HostArena, HostMemory, Region
-from deepzero.placement import OffloadPlan
+from deepzero.placement import GroupPlan
 from deepzero.runtime.optimizer_state import allocate_state
 from deepzero.runtime.zero.optimizer_shard import GradOutput, OptimizerShard
 from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
@@ -251,7 +251,7 @@ class HostGradients:
     way up is free at that time, and the CPU adds nothing.
 
     Args:
-        placements: of the groups, some of whose buckets are on the host.
+        planned: the groups, some of whose buckets are on the host.
         copies: 2 while the last gradients' step may still run when the next ones come (delayed update), else 1.
         dtype: accumulation dtype.
         slots: one more than the reducer has buckets, so that no reduction waits for the copy of the one before it.
@@ -259,10 +259,10 @@ class HostGradients:
 
     wire: HostDeviceCopier
 
-    def __init__(self, placements: Sequence[OffloadPlan], copies: int, dtype: torch.dtype, slots: int) -> None:
+    def __init__(self, planned: Sequence[GroupPlan], copies: int, dtype: torch.dtype, slots: int) -> None:
         self.copies, self._current = copies, 0
-        self.largest = max(b.shard_numel for p in placements for b in p.layout.buckets if p.steps_on_host(b))
-        self.regions = [Region(GRADIENTS, p.optimizer_numel, dtype) for p in placements for _ in range(copies)]
+        self.largest = max(b.shard_numel for p in planned for b in p.layout.buckets if p.steps_on_host(b))
+        self.regions = [Region(GRADIENTS, p.optimizer_numel, dtype) for p in planned for _ in range(copies)]
         self.slot_count, self._sums = slots, list[torch.Tensor]()
         self.slots = deque[StagingBuffer]()  # the oldest first
         # The way down of each bucket's last sum, by group and bucket: it goes up again when it is there.

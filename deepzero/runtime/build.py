@@ -27,7 +27,7 @@ from deepzero.layout import bucket_limit
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.offload_plan import build_host, plan_offload
 from deepzero.offload.optimizer_offload import Offload
-from deepzero.placement import OffloadPlan
+from deepzero.placement import GroupPlan
 from deepzero.runtime.consistency import TrainedParameters
 from deepzero.runtime.memory_model import build_ledger, predict_unquantized
 from deepzero.runtime.optimizer_state import allocate_state, moment_bytes
@@ -39,7 +39,7 @@ from deepzero.runtime.zero.overlap_param_gather import OverlappedZeroStage1And2,
 from deepzero.runtime.zero.partition_plan import is_real, plan_partitioning
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage3 import ZeroStage3, partition_model, place_buffers, place_whole
-from deepzero.runtime.zero.stage_1_and_2 import GroupLayout, ParamGroup, ZeroStage1And2
+from deepzero.runtime.zero.stage_1_and_2 import ParamGroup, ZeroStage1And2
 from deepzero.runtime.zero.zeropp import QuantizationMonitor, build_quantizer
 
 log = logging.getLogger(__name__)
@@ -160,12 +160,12 @@ def build_zero(
         planned, limit = plan_partitioning(names, chosen, zero, comm.world_size, uncut)
     else:
         planned, limit = plan_groups(chosen, config, comm.world_size, uncut), 0
-    placements = plan_offload(planned, zero, dtypes.compute)
+    planned = plan_offload(planned, zero, dtypes.compute)
     # A second bucket is filled while the first is under way; with one rank, or without overlap, none ever is.
     depth = 2 if zero.overlap_comm and comm.world_size > 1 else 1
     # The arena comes before the parameters are cut: masters and shards are carved from it as they are made.
     offload = build_host(
-        planned, placements, zero, comm, (dtypes.compute, dtypes.accumulation),
+        planned, zero, comm, (dtypes.compute, dtypes.accumulation),
         [kept.per_element for kept in moments], depth, optimizer,
     )  # fmt: skip
 
@@ -176,12 +176,12 @@ def build_zero(
         if zero.stage == 3:
             place_buffers(model, comm)
             host = (None, None) if offload is None else (offload.allocate, offload.plain_all_gather)
-            stored, coordinator = partition_model(names, planned, limit, placements, zero, comm, dtypes.compute, *host)
+            stored, coordinator = partition_model(names, planned, limit, zero, comm, dtypes.compute, *host)
         else:
-            stored = place_model(model, planned, placements, config, comm, offload)
+            stored = place_model(model, planned, config, comm, offload)
         groups = [group for group in stored if group.optimizer_group is not None]  # stage 3 has frozen ones, too
         if isinstance(optimizer, CPUAdam):
-            choose_kernel(optimizer, dtypes, placements, comm)
+            choose_kernel(optimizer, dtypes, planned, comm)
         # From here on the optimizer holds fragments of masters, and its state is made for these: now, and not in the
         # first step, so that a run that does not fit ends here.
         set_optimizer_params(optimizer, groups)
@@ -255,14 +255,14 @@ def choose_parameters(
 
 def plan_groups(
     chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, world_size: int, uncut: Container[int] = ()
-) -> list[GroupLayout]:
+) -> list[GroupPlan]:
     """Stages 0-2: the layout of the trainable parameters, one group per optimizer group, ``uncut`` ones per tensor."""
     # One limit for all groups: buckets of a small group are not cut smaller than those of a large one.
     total = sum(param.numel() for params in chosen for param in params)
     limit = bucket_limit(total, config.zero.reduce_bucket_size, config.zero.allgather_bucket_size)
     plan = lambda params, index: plan_group(params, world_size, limit, index in uncut, config.zero.shard_align)
     return [
-        GroupLayout(params, plan(params, index), index, False, index in uncut)
+        GroupPlan(params, plan(params, index), index, False, index in uncut)
         for index, params in enumerate(chosen)
         if params
     ]
@@ -273,8 +273,7 @@ def plan_groups(
 
 def place_model(
     model: nn.Module,
-    planned: Sequence[GroupLayout],
-    placements: Sequence[OffloadPlan],
+    planned: Sequence[GroupPlan],
     config: EngineConfig,
     comm: Communicator,
     offload: Offload | None,
@@ -291,20 +290,15 @@ def place_model(
         place_whole(param, comm, dtype if is_real(param) and not param.requires_grad else param.dtype)
     # Group by group: within one, the model's memory is freed before its masters and its flat buffer are taken.
     allocate, replicated = offload.allocate if offload is not None else None, config.zero.stage == 0
-    return [
-        ParamGroup(
-            [names[p] for p in group.params], group, dtype, comm, None if replicated else placed, allocate, replicated
-        )
-        for group, placed in zip(planned, placements, strict=True)
-    ]  # fmt: skip
+    return [ParamGroup([names[p] for p in group.params], group, dtype, comm, allocate, replicated) for group in planned]
 
 
-def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[OffloadPlan], comm: Communicator) -> None:
+def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, planned: Sequence[GroupPlan], comm: Communicator) -> None:
     """All ranks step with one kernel, chosen for the whole model, so that no bit depends on how it is cut.
 
     A collective.
     """
-    offloads = any(placed.optimizer_buckets for placed in placements)
+    offloads = any(group.optimizer_buckets for group in planned)
     # The optimizer still holds the model's parameters, which may lie on a GPU, or be what ``zero.Init`` has left of
     # them: neither their device nor their dtype is that of the masters which the CPU will step on.
     masters = 0

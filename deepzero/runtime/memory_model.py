@@ -53,7 +53,7 @@ from deepzero.layout import Bucket, FlatLayout
 from deepzero.offload.copy_streams import FETCH, SUMS_TO_DEVICE, TO_DEVICE, TO_HOST
 from deepzero.offload.file_store import FILE_FETCH, FILE_READ, FILE_WRITE, in_blocks
 from deepzero.offload.optimizer_offload import GRADIENTS, MOMENTS, STAGING, HostAllGather
-from deepzero.placement import OffloadPlan
+from deepzero.placement import GroupPlan
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
 from deepzero.runtime.zero.fetch_plan import FetchLimits, FetchPlan, ModuleUse
@@ -186,20 +186,18 @@ def bucket_bytes(
 
 
 def offload_bytes(
-    zero: ZeroConfig, placements: Sequence[tuple[OffloadPlan, bool]], sizes: StateSizes, world_size: int
+    zero: ZeroConfig, planned: Sequence[GroupPlan], sizes: StateSizes, world_size: int
 ) -> tuple[int, int]:
     """What an offloaded step takes beside its state, on the device and in the host's memory.
 
     On the device a slot for each send buffer and one more, of the largest part's sum. On the host two buffers for new
     parameters that are not fp32, or with a delayed update one for each bucket (masters in files are not sent
     themselves, so there fp32 parameters have buffers, too); and what stands before files: for sums one buffer a slot,
-    for steps, and for fetches, each of which begins at a block.
-
-    ``placements`` are those of all groups, with whether they are partitioned.
+    for steps, and for fetches, each of which begins at a block. ``planned`` are all groups.
     """
     optimizer, param, files = zero.offload_optimizer, zero.offload_param, zero.offload_optimizer.device == "nvme"
-    stepped = [(p, b) for p, _ in placements if p.trained for b in p.layout.buckets if p.steps_on_host(b)]
-    kept = [b.shard_numel for p, parted in placements if parted for b in p.layout.buckets if p.keeps_on_host(b)]
+    stepped = [(p, b) for p in planned if p.trained for b in p.layout.buckets if p.steps_on_host(b)]
+    kept = [b.shard_numel for p in planned if p.partitioned for b in p.layout.buckets if p.keeps_on_host(b)]
     largest = max((bucket.shard_numel for _, bucket in stepped), default=0)
     slots, part_bytes = 3 if sizes.overlap and world_size > 1 else 2, largest * sizes.accumulation
     sent = [b.shard_numel for p, b in stepped if not p.keeps_on_host(b)] if sizes.compute < 4 or files else []
@@ -418,7 +416,7 @@ def build_ledger(
     memory["buckets"] = bucket_bytes(layouts, comm.world_size, comm.device_type, sizes, comm.nodes)
     if offload is not None:
         traffic |= _copies(built, comm.world_size, sizes) | _file_traffic(built, comm.world_size, sizes)
-        placements = [(group.placement, group.partitioned) for group in built.stores]
+        placements = [group.placement for group in built.stores]
         on_device, memory[STAGING] = offload_bytes(config.zero, placements, sizes, comm.world_size)
         memory["buckets"] += on_device
         memory = {offload.ledger_name(category): size for category, size in memory.items()}

@@ -17,11 +17,11 @@ from torch import nn
 from deepzero.comm.collectives import Communicator
 from deepzero.config.zero import ZeroConfig
 from deepzero.layout import FlatLayout, bucket_limit
+from deepzero.placement import GroupPlan
 from deepzero.runtime.per_tensor import plan_group
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
 from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
-from deepzero.runtime.zero.stage_1_and_2 import GroupLayout
 from deepzero.runtime.zero.zeropp import build_all_gather, build_quantizer
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def plan_partitioning(
     config: ZeroConfig,
     world_size: int,
     uncut: Container[int] = (),
-) -> tuple[list[GroupLayout], int]:
+) -> tuple[list[GroupPlan], int]:
     """The groups of trained parameters, then of frozen ones, and of how many elements limits are made. Pure numbers.
 
     ``names`` has all parameters, ``chosen`` the trainable ones of each optimizer group, as their gradients arrive;
@@ -61,7 +61,7 @@ def plan_partitioning(
     cut.append((frozen, None, True))
     plan = lambda params, index: plan_group(params, world_size, limit, index in uncut, config.shard_align)
     groups = [
-        GroupLayout(params, plan(params, index), index, partitioned, index in uncut)
+        GroupPlan(params, plan(params, index), index, partitioned, index in uncut)
         for params, index, partitioned in cut
         if params
     ]
@@ -86,7 +86,7 @@ def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
 
 
 def gather_builders(
-    planned: Sequence[GroupLayout], config: ZeroConfig, comm: Communicator, dtype: torch.dtype
+    planned: Sequence[GroupPlan], config: ZeroConfig, comm: Communicator, dtype: torch.dtype
 ) -> tuple[dict[bool, Callable[[PlainAllGather], PlainAllGather]], list[BufferPool]]:
     """What makes a bucket's all-gather into the configured one, for frozen parameters under True. A collective.
 

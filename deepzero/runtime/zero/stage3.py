@@ -43,7 +43,7 @@ from torch import nn
 from deepzero.comm.collectives import Communicator
 from deepzero.config.zero import ZeroConfig
 from deepzero.layout import Bucket, Fragment
-from deepzero.placement import OffloadPlan
+from deepzero.placement import GroupPlan
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import unregister_owner
@@ -63,7 +63,6 @@ from deepzero.runtime.zero.partition_plan import build_pool, fetch_limits, gathe
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage_1_and_2 import (
-    GroupLayout,
     HostAllocator,
     ParamGroup,
     ZeroStage1And2,
@@ -81,9 +80,8 @@ HostGather = Callable[[Bucket, torch.dtype, Communicator, str], PlainAllGather]
 
 def partition_model(
     names: Mapping[nn.Parameter, str],
-    planned: Sequence[GroupLayout],
+    planned: Sequence[GroupPlan],
     limit: int,
-    placements: Sequence[OffloadPlan],
     config: ZeroConfig,
     comm: Communicator,
     dtype: torch.dtype,
@@ -92,9 +90,9 @@ def partition_model(
 ) -> tuple[list[ParamGroup], PartitionedParameterCoordinator]:
     """Cut the parameters, group by group; on any device, whole or partitioned already by ``zero.Init``.
 
-    ``planned`` and ``limit`` are from :func:`plan_partitioning`, ``placements`` those of its groups; ``dtype`` is the
-    compute dtype; ``allocate`` and ``host_gather`` belong to what ``placements`` has in host memory. Returns the groups
-    as they were planned, the frozen ones (``optimizer_group`` None) last, and what fetches their buckets.
+    ``planned`` and ``limit`` are from :func:`plan_partitioning`; ``dtype`` is the compute dtype; ``allocate`` and
+    ``host_gather`` belong to what lives in host memory. Returns the groups as they were planned, the frozen ones
+    (``optimizer_group`` None) last, and what fetches their buckets.
     """
     partitioned = {param for group in planned if group.partitioned for param in group.params}
     trained = {param for group in planned if group.optimizer_group is not None for param in group.params}
@@ -113,15 +111,15 @@ def partition_model(
 
     groups: list[ParamGroup] = []
     buckets: list[PartitionedBucket] = []
-    for group, placement in zip(planned, placements, strict=True):
+    for group in planned:
         index, labels = group.optimizer_group, [names[p] for p in group.params]
         if group.partitioned:
             gather = partial(build_gather, index is None)
-            cut = PartitionedParamGroup(labels, group, comm, pool, len(buckets), placement, allocate, gather)
+            cut = PartitionedParamGroup(labels, group, comm, pool, len(buckets), allocate, gather)
             buckets.extend(cut.buckets)
             groups.append(cut)
         elif index is not None:
-            groups.append(ParamGroup(labels, group, dtype, comm, placement, allocate))
+            groups.append(ParamGroup(labels, group, dtype, comm, allocate))
     # While the order of modules is recorded, room for two buckets: the one in use and the next.
     largest = max((bucket.layout.numel for bucket in buckets), default=0)
     limits, pools = fetch_limits(config, limit), [pool, *messages]
@@ -163,8 +161,8 @@ class PartitionedParamGroup(ParamGroup):
 
     ``names`` and ``planned.params`` are in the order of the layout; the parameters become partitioned, and those that
     ``zero.Init`` has cut are cut anew. ``pool`` has buffers of the compute dtype; ``first_key`` is the coordinator's
-    number of the first bucket; ``placement`` says what lives in host memory, which ``allocate`` gives; ``build_gather``
-    makes each bucket's all-gather.
+    number of the first bucket; ``allocate`` gives what lives in host memory; ``build_gather`` makes each bucket's
+    all-gather.
     """
 
     partitioned = True
@@ -173,23 +171,22 @@ class PartitionedParamGroup(ParamGroup):
     def __init__(
         self,
         names: Sequence[str],
-        planned: GroupLayout,
+        planned: GroupPlan,
         comm: Communicator,
         pool: BufferPool,
         first_key: int,
-        placement: OffloadPlan,
         allocate: HostAllocator | None,
         build_gather: GatherBuilder,
     ) -> None:
         # Where shard_S lies; master_S is the base class's.
         self.shard_on_host: torch.Tensor | None = None
-        if placement.parameter_numel and allocate is not None:
-            self.shard_on_host = allocate(HOST_PARAMETERS, placement.parameter_numel, pool.dtype)
+        if planned.parameter_numel and allocate is not None:
+            self.shard_on_host = allocate(HOST_PARAMETERS, planned.parameter_numel, pool.dtype)
         self.pool, self._first_key, self._build_gather = pool, first_key, build_gather
         # Around a write to the shard; may refuse.
         self.around_write: Callable[[], AbstractContextManager[None]] = nullcontext
         self.buckets: list[PartitionedBucket] = []
-        super().__init__(names, planned, pool.dtype, comm, placement, allocate)
+        super().__init__(names, planned, pool.dtype, comm, allocate)
 
     def _take_values(self, index: int) -> torch.Tensor:
         """1-D and whole: rank 0's values, or what ``zero.Init`` has partitioned. A placeholder is left."""

@@ -53,15 +53,14 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.layout import Bucket, FlatLayout, Fragment
-from deepzero.placement import OffloadPlan
+from deepzero.layout import Bucket, Fragment
+from deepzero.placement import GroupPlan
 from deepzero.runtime.zero.guards import STAY, register_owner, unregister_owner
 
 if TYPE_CHECKING:
@@ -112,17 +111,6 @@ def lies_on(params: Sequence[nn.Parameter], device: torch.device) -> bool:
     return any(param.device == device for param in params)
 
 
-@dataclass(frozen=True)
-class GroupLayout:
-    """A group of parameters with its layout, before it has tensors."""
-
-    params: Sequence[nn.Parameter]
-    layout: FlatLayout
-    optimizer_group: int | None  # None: not trained
-    partitioned: bool  # stage 3: every rank keeps a part
-    per_tensor: bool = False  # laid out so that no parameter is cut: the optimizer gets each in its shape
-
-
 class ParamGroup:
     """The trainable parameters of one optimizer group, in one flat buffer of the compute dtype, and their fp32 masters.
 
@@ -136,11 +124,10 @@ class ParamGroup:
 
     Args:
         names: the parameters' names, in the order of the layout.
-        planned: the parameters, on any device, and where each will lie; they take rank 0's values.
+        planned: the parameters, on any device, and where each will lie, with or without a master beside it; they take
+            rank 0's values.
         dtype: compute dtype.
         comm: the ranks, and the device.
-        placement: which elements have a master beside the parameter, and on which side it lies; None: all on the
-            device.
         allocate_host: gives host memory; None where nothing is offloaded.
         replicated: stage 0: this rank has masters and gradients of everything, not of its shard.
     """
@@ -150,10 +137,9 @@ class ParamGroup:
     def __init__(
         self,
         names: Sequence[str],
-        planned: GroupLayout,
+        planned: GroupPlan,
         dtype: torch.dtype,
         comm: Communicator,
-        placement: OffloadPlan | None = None,
         allocate_host: HostAllocator | None = None,
         replicated: bool = False,
     ) -> None:
@@ -168,7 +154,7 @@ class ParamGroup:
         self._numbers = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
         # A replicated group is one rank's shard of a layout over one rank.
         mine = dataclasses.replace(planned.layout, world_size=1) if replicated else planned.layout
-        self.placement = placement or OffloadPlan.on_device(mine, own_masters=dtype == torch.float32)
+        self.placement = dataclasses.replace(planned, layout=mine)
         self.masters_on_host: torch.Tensor | None = None
         if self.placement.host_masters:
             if allocate_host is None:
