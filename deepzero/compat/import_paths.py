@@ -84,7 +84,7 @@ _LINES = {
     "runtime.fp16": "",
     "runtime.fp16.fused_optimizer": "!optimizer wrapper: FP16_Optimizer",
     "runtime.fp16.loss_scaler": f"deepzero.runtime.loss_scaler: *; {_NAMES} LossScaleConfig "
-    "CreateLossScaler; =: INITIAL_LOSS_SCALE=init_scale SCALE_WINDOW DELAYED_SHIFT "
+    "LossScaleProfile CreateLossScaler; =: INITIAL_LOSS_SCALE=init_scale SCALE_WINDOW DELAYED_SHIFT "
     "CONSECUTIVE_HYSTERESIS MIN_LOSS_SCALE=min_scale",
     "runtime.fp16.unfused_optimizer": "!optimizer wrapper: FP16_UnfusedOptimizer",
     "runtime.lr_schedules": "deepzero.compat.lr_schedules: *",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from typing import Any, ClassVar, cast
 
 import torch
@@ -47,12 +48,18 @@ class LossScalerNames:
         return getattr(self._scaler, self.NAMES[name])
 
 
+class LossScaleProfile(str, Enum):
+    """Which of DeepSpeed's wrappers a loss scale's defaults are those of; a plain string does as well."""
+
+    FUSED, UNFUSED = "fused", "unfused"
+
+
 class LossScaleConfig(LossScalerNames):
     """A loss scale from DeepSpeed's arguments, as of ``DeepSpeedFP16Config``; an engine's is made from its config."""
 
     def __init__(
         self, low_precision_dtype: torch.dtype, dynamic_loss_scale: bool, static_loss_scale: float,
-        dynamic_loss_args: Mapping[str, Any] | None, *, profile: str = "fused",
+        dynamic_loss_args: Mapping[str, Any] | None, *, profile: str = LossScaleProfile.FUSED,
         initial_dynamic_scale: float | None = None,
     ) -> None:  # fmt: skip
         if profile not in PROFILES:
@@ -77,7 +84,9 @@ def CreateLossScaler(
     return LossScaleConfig(dtype, dynamic_scaling, static_loss_scale, dynamic_loss_args)
 
 
-PROFILES = {"fused": (2.0**32, 1.0), "unfused": (2.0**16, 0.25)}
+PROFILES: dict[str, tuple[float, float]] = {
+    LossScaleProfile.FUSED: (2.0**32, 1.0), LossScaleProfile.UNFUSED: (2.0**16, 0.25),
+}  # fmt: skip
 """DeepSpeed's profile → a dynamic scale's first and smallest, where no arguments say them."""
 SCALE_ARGUMENTS = {
     "init_scale": "initial_scale", "scale_window": "window", "delayed_shift": "hysteresis",

@@ -17,7 +17,7 @@ from deepzero.compat.config_models import (
     ZeroStageEnum,
     get_bfloat16_config,
 )
-from deepzero.compat.optimizer_names import CreateLossScaler, LossScaleConfig
+from deepzero.compat.optimizer_names import CreateLossScaler, LossScaleConfig, LossScaleProfile
 from deepzero.config.strict import ConfigError
 
 BIG = 500_000_000
@@ -109,6 +109,8 @@ def test_a_loss_scale_from_deepspeeds_arguments():
     assert LossScaleConfig(torch.float16, False, 128.0, None).cur_scale == 128.0
     assert LossScaleConfig(torch.bfloat16, True, 0, None).cur_scale == 1.0
     for keywords, found in (({}, (2**32, 1)), ({"profile": "unfused"}, (2**16, 0.25)),
+                            ({"profile": LossScaleProfile.UNFUSED}, (2**16, 0.25)),
+                            ({"profile": LossScaleProfile.FUSED}, (2**32, 1)),
                             ({"initial_dynamic_scale": 8.0}, (8, 1))):  # fmt: skip
         scale = LossScaleConfig(torch.float16, True, 0, None, **keywords)
         assert (scale.cur_scale, scale.min_loss_scale) == found and scale.use_grad_scaling
