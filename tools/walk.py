@@ -81,7 +81,7 @@ HOPS = (
     Hop(FETCH, FETCH_SUB_MODULE, "buckets are released, launched, prefetched, waited for",
         {"keys": "list(keys)", "where": "where"}, "call"),
     Hop(FETCH, BUCKET + "PartitionedBucket.launch", "NOT_AVAILABLE to INFLIGHT", {"shard_S": "w.shard"}, "call"),
-    Hop("", COLLECTIVES + "Communicator.exchange", "each part leaves for its rank: torch is called here",
+    Hop("", COLLECTIVES + "Communicator.exchange", "torch is called: whole parts of the bucket leave",
         {"kind": "kind", "send": "[part for q, part in enumerate(send) if q != self.rank]"}, "call", "callers"),
     Hop(FETCH, BUCKET + "PartitionedBucket.wait", "INFLIGHT to AVAILABLE", {"gathered": "w.part_of(self.gathered)"}),
     Hop("", PARAM + "ZeroParameter.show", "what the parameter shows from here on", {"param": "values"}, "call"),
@@ -92,11 +92,11 @@ HOPS = (
         {"param.grad": "param.grad"}, "call"),
     Hop(READY, GRADS + "UnreducedGradients.take", "it is taken out of param.grad",
         {"param.grad": "w.param.grad", "waiting": "self.waiting_of(w.param)"}),
-    Hop(READY, GRADS + "GradientReducer._count", "so many gradients are still missing in its bucket",
+    Hop(READY, GRADS + "GradientReducer._count", "so many of its bucket's gradients are still to come, after this one",
         {"missing": "self._missing[self._position[param]]"}),
-    Hop("", GRADS + "GradientReducer._reduce_bucket", "the bucket is complete, and next in order",
+    Hop("", GRADS + "GradientReducer._reduce_bucket", "its last gradient is there, and it is next in order",
         {"bucket": "bucket.index"}, "call"),
-    Hop("", GRADS + "UnreducedGradients.fill", "the gradient is copied into a buffer, and freed",
+    Hop("", GRADS + "UnreducedGradients.fill", "the bucket's gradients are copied into a buffer, and freed",
         {"send_buffer": "w.part_of(send_buffer)", "waiting": "self.waiting_of(w.param)"}),
     Hop("", REDUCER + "BucketReducer._finish", "the bucket is waited for", {"bucket": "inflight.bucket.index"}, "call"),
     Hop("", "comm/exact_sum.py:sum_in_rank_order", "contributions to this rank's fragment are added, rank 0's first",
@@ -192,7 +192,8 @@ class Watch:
             return self.is_mine(returned)
         for _ in range(3 if hop.whose == "callers" else 1):
             names = frame.f_locals if self.bucket or hop.whose == "mine" else {}
-            values = [*names.values(), getattr(names.get("self"), "params", None)]
+            # Of a group's function that is called bucket by bucket, the call for the parameter's own.
+            values = [*names.values(), None if "bucket" in names else getattr(names.get("self"), "params", None)]
             if any(map(self.is_mine, values)) or (self.bucket and self.key in names.get("keys", ())):
                 return True
             if "bucket" in names or frame.f_back is None:  # the nearest caller with a bucket says which

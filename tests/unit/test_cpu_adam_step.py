@@ -3,12 +3,14 @@
 import copy
 import itertools
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from deepzero.config.engine import OptimizerConfig
+from deepzero.comm.chaos import Chaos
+from deepzero.comm.collectives import DryRunCommunicator, DryRunRank
+from deepzero.comm.ledger import Ledger
+from deepzero.config.engine import ChaosConfig, OptimizerConfig
 from deepzero.config.strict import ConfigError
 from deepzero.layout import plan_layout
 from deepzero.ops import CPUAdam
@@ -16,6 +18,7 @@ from deepzero.runtime.elementwise_check import check_elementwise
 from deepzero.runtime.optimizer_state import moment_bytes
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.zero.optimizer_shard import OptimizerShard
+from deepzero.runtime.zero.stage_1_and_2 import GroupLayout, ParamGroup
 from tests.unit.test_cpu_adam import COMPILED, gradients, leaves, same
 
 BF16 = torch.bfloat16
@@ -82,13 +85,12 @@ class TestTorchsMachinery:
         assert optimizer.state[weight]["step"].item() == 2
 
     def test_the_shard_divides_with_the_same_bits(self):
-        (master,), (reference,) = leaves(64), leaves(64)
-        optimizer, other = CPUAdam([master]), CPUAdam([reference])
-        (grad,) = gradients([master], 0)
-        layout = plan_layout([64], 1, 64)
-        group = SimpleNamespace(
-            layout=layout, fragments=layout.fragments(0), masters=[master], whole=False, device=master.device
-        )
+        (reference,), weight = leaves(64), torch.nn.Parameter(leaves(64)[0].detach())
+        comm = DryRunCommunicator(DryRunRank(0, 1, "cpu", 1), Ledger(), Chaos(ChaosConfig(), 0), device="cpu")
+        planned = GroupLayout([weight], plan_layout([64], 1, 64), 0, partitioned=False)
+        group = ParamGroup(["weight"], planned, torch.float32, comm)
+        optimizer, other = CPUAdam(group.masters), CPUAdam([reference])
+        (grad,) = gradients([reference], 0)
         shard = OptimizerShard(optimizer, [group], torch.float32, 0, one_pass=optimizer.step)
         shard.grad_S[0].copy_(grad)
         shard.step(6.0)
