@@ -20,7 +20,7 @@ from torch import nn
 
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.compat.parameters import DeepSpeedInit, is_zero_param
-from deepzero.config.deepspeed_json import read_mapping
+from deepzero.config.deepspeed_json import load_engine_config, read_mapping
 from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.offload.cpu_adam import CPUAdam
@@ -40,12 +40,13 @@ def initialize(*given: Any, **named: Any) -> Any:
     call = inspect.signature(door.initialize).bind(*given, **named).arguments
     arguments = {name: call.get(name) for name in ("config", "config_params", "args")}
     try:
-        settings = door.only_config(**arguments)
+        config = door.given_config(**arguments)
+        settings = load_engine_config(config)
     except ConfigError:  # initialize says so on every rank
         return door.initialize(*given, **named)
-    config, optimizer = arguments["config"] or arguments["config_params"] or {}, call.get("optimizer")
+    optimizer = call.get("optimizer")
     untested = isinstance(optimizer, torch.optim.Optimizer) and settings.zero.stage and type(optimizer) not in TESTED
-    says = {} if isinstance(config, EngineConfig) else read_mapping(config)
+    says = {} if config is None or isinstance(config, EngineConfig) else read_mapping(config)
     if untested and says.get("zero_allow_untested_optimizer") is False:
         raise ConfigError(
             f"zero_allow_untested_optimizer=false, and DeepSpeed has not tested {type(optimizer).__name__}: set it to "

@@ -115,7 +115,7 @@ RULES: tuple[tuple[Callable[[Gap], bool], Words], ...] = (
         "computation for each reduction helps, or fewer bytes",
     )),
     (lambda gap: gap.phase == "publish" and gap.cause.kind == "parameters.all_gather" and not gap.cause.launching, (
-        "zero.overlap_param_gather", "true (stages 1 and 2), or a larger gradient_accumulation_steps",
+        "zero.overlap_param_gather", "true (stages 1 to 3), or a larger gradient_accumulation_steps",
         "new parameters are gathered at the end of each step, when there is nothing to compute; they can travel under "
         "the next forward pass, or, with more micro-batches in a step, less often for the same data",
     )),

@@ -98,7 +98,7 @@ def initialize(
     """
     settings, problem = EngineConfig(), None
     try:
-        settings = _simulating(only_config(config, config_params, args))
+        settings = _simulating(load_engine_config(given_config(config, config_params, args)))
         _refuse_other_parallelism(mpu, mesh_param)
     except ConfigError as error:
         problem = error
@@ -153,14 +153,14 @@ def _join(required: bool | None, port: int | None, timeout: float) -> None:
     process_group.init_distributed(timeout_seconds=timeout)
 
 
-def only_config(config: Any, config_params: Any, args: Any) -> EngineConfig:
-    """The settings, which :func:`initialize` takes in one of three arguments; a ConfigError for two, or bad ones."""
+def given_config(config: Any, config_params: Any, args: Any) -> Any:
+    """What :func:`initialize` was given as settings, in one of three arguments; None; a ConfigError for two."""
     from_args = [getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")]
     given = [value for value in (config, config_params, *from_args) if value is not None]
     if len(given) > 1:
         twice = "the configuration is given twice (config, config_params, args.deepspeed_config); give it once"
         raise ConfigError(twice)
-    return load_engine_config(given[0] if given else None)
+    return given[0] if given else None
 
 
 def _refuse_other_parallelism(mpu: Any, mesh_param: Any) -> None:

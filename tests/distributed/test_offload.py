@@ -63,8 +63,9 @@ def settings(stage, ratio=None, param=False, chaos=None, bucket=200, **more):
 
 
 def tier(name, stage, folder, chaos=None, **more):
-    """Settings with everything on the device, in host memory, or in files; in stage 3 parameters, too."""
-    case = settings(stage, None if name == "plain" else 1.0, name != "plain" and stage == 3, chaos, **more)
+    """Settings with all on the device, in host memory (half in stage 2), or in files; in stage 3 parameters, too."""
+    ratio = {"plain": None, "memory": 0.5 if stage == 2 else 1.0, "files": 1.0}[name]
+    case = settings(stage, ratio, name != "plain" and stage == 3, chaos, **more)
     if name == "files":
         block, where = case["zero_optimization"], {"device": "nvme", "nvme_path": str(folder)}
         block["offload_optimizer"] |= {**where, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}

@@ -311,11 +311,15 @@ BETWEEN = {
 }
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("precision", "where"),
+    [("bf16", {}), ("bf16", ON_HOST), pytest.param("fp32", {}, marks=pytest.mark.slow)],
+    ids=["bf16", "on the host", "fp32"],
+)
 @on_ranks()
-def test_what_is_fetched_under_the_step_holds_what_the_program_leaves(rank, world, precision):
+def test_what_is_fetched_under_the_step_holds_what_the_program_leaves(rank, world, precision, where):
     more = {"precision": precision, "bucket": 700, "chaos": 3}
-    plain, engine = (start(make_model(), stage=3, zero={**WHOLE, **zero}, **more) for zero in ({}, OVERLAP))
+    plain, engine = (start(make_model(), stage=3, zero={**WHOLE, **where, **zero}, **more) for zero in ({}, OVERLAP))
     for each in (plain, engine):
         one_step(each, rank, world)
     for step, (name, act) in enumerate(BETWEEN.items(), 1):
@@ -349,3 +353,21 @@ def test_a_write_behind_a_fetch_is_refused(rank, world, precision):
         engine.module.embed.weight.ds_tensor.mul_(2)
     with pytest.raises(deepzero.runtime.zero.guards.PartitionedUseError, match="written between two steps"):
         one_step(engine, rank, world)
+
+
+@on_ranks()
+def test_frozen_weights_are_fetched_too_but_not_what_the_program_holds(rank, world):
+    engines = []
+    for zero in ({}, OVERLAP):
+        model = make_model()
+        model.embed.weight.requires_grad_(False)  # its bucket is the first that is used
+        engines.append(start(model, stage=3, precision="bf16", bucket=700, zero={**WHOLE, **zero}))
+    for engine in engines:
+        one_step(engine, rank, world)
+        one_step(engine, rank, world)
+        first = engine.module.embed.weight._zero.bucket
+        assert (first.key in engine.stage.coordinator.live) is (engine is engines[1])
+        with deepzero.zero.GatheredParameters(engine.module.embed.weight):
+            one_step(engine, rank, world)
+        one_step(engine, rank, world)
+    assert len({engine.params_sha256() for engine in engines}) == 1

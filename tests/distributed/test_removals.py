@@ -71,7 +71,7 @@ UNNOTICED = {
     "offload_states.StateOffloader._come_to_rest: engine.before_writes()": LATE,
     "partitioned_bucket.PartitionedBucket.write: self.gathered_by.finish()": UNUSED,
     "partitioned_bucket.PartitionedBucket.gather_again: gather.finish()": LOSSY,
-    "partitioned_bucket.PartitionedBucket.write: self.owner.before_write()": KNOWN,
+    "stage3.PartitionedParamGroup.writing: self.before_write()": KNOWN,
     "stage_1_and_2.ParamGroup._write_param: self.before_write()": KNOWN,
     "copy_streams.HostDeviceCopier.finish_reads: copy.finish()": KNOWN,
     "gradient_reduction.GradientReducer.discard_gradients: self.drain()": REST,

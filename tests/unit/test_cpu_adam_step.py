@@ -14,11 +14,12 @@ from deepzero.config.engine import ChaosConfig, OptimizerConfig
 from deepzero.config.strict import ConfigError
 from deepzero.layout import plan_layout
 from deepzero.ops import CPUAdam
+from deepzero.placement import GroupPlan
 from deepzero.runtime.elementwise_check import check_elementwise
 from deepzero.runtime.optimizer_state import moment_bytes
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.zero.optimizer_shard import OptimizerShard
-from deepzero.runtime.zero.stage_1_and_2 import GroupLayout, ParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 from tests.unit.test_cpu_adam import COMPILED, gradients, leaves, same
 
 BF16 = torch.bfloat16
@@ -87,7 +88,7 @@ class TestTorchsMachinery:
     def test_the_shard_divides_with_the_same_bits(self):
         (reference,), weight = leaves(64), torch.nn.Parameter(leaves(64)[0].detach())
         comm = DryRunCommunicator(DryRunRank(0, 1, "cpu", 1), Ledger(), Chaos(ChaosConfig(), 0), device="cpu")
-        planned = GroupLayout([weight], plan_layout([64], 1, 64), 0, partitioned=False)
+        planned = GroupPlan([weight], plan_layout([64], 1, 64), 0, partitioned=False, own_masters=True)
         group = ParamGroup(["weight"], planned, torch.float32, comm)
         optimizer, other = CPUAdam(group.masters), CPUAdam([reference])
         (grad,) = gradients([reference], 0)

@@ -57,7 +57,7 @@ from deepzero.runtime.zero.fetch_plan import ModuleUse
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import METADATA, PartitionedUseError
 from deepzero.runtime.zero.parameter_all_gather import FORWARD
-from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
+from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup, ZeroStage3
 from deepzero.runtime.zero.stage_1_and_2 import ParamGroup, ZeroStage1And2
@@ -165,14 +165,17 @@ def wait_for_all() -> None:
         bucket.wait()
 
 
-@before_the_end
-def finish() -> None:
-    """Wait before the process ends: others may read, and save, what this rank still sends."""
+def end_all() -> None:
+    """Wait for all that is on its way, and give up what was fetched for a step that does not come: the group ends."""
     waits = [bucket.wait for bucket in all_under_way()]
     waits += [partial(stage.coordinator.release_all, discard=True) for stage in list(FETCHED_AHEAD)]
     for wait in waits:
         with contextlib.suppress(RuntimeError):  # a rank that is gone; whoever needs its part has the error
             wait()
+
+
+# Others may read, and save, what this rank still sends.
+before_the_end(end_all)
 
 
 def wait_before_forward(module: nn.Module, _: Any) -> None:
@@ -321,6 +324,7 @@ class OverlappedZeroStage3(ZeroStage3):
         super().end_passes()
         plan, buckets = self.coordinator.training.plan, self.coordinator.buckets
         launches = [buckets[key] for key, _ in plan.uses[0].launches] if plan is not None else []
+        # All is released but what the program holds gathered.
         first = list(itertools.takewhile(may_go_ahead, launches))
         if first != self._first:  # the plan is new
             order = self.gradients.order[::-1]  # about that of use
@@ -345,8 +349,11 @@ class OverlappedZeroStage3(ZeroStage3):
             self._fetch_ahead(partitioned)
 
     def _fetch_ahead(self, updated: PartitionedBucket) -> None:
-        """1 fetch: launch, in their order, the fetches whose shards are new."""
         self._updated.add(updated)
+        self._launch_updated()
+
+    def _launch_updated(self) -> None:
+        """1 fetch: launch, in their order, the fetches whose shards are new."""
         ledger, ranges = self.comm.ledger, self.comm.ranges
         while self._to_fetch and self._to_fetch[0] in self._updated:
             bucket = self._to_fetch.pop(0)
@@ -363,9 +370,12 @@ class OverlappedZeroStage3(ZeroStage3):
 
     def publish(self) -> None:
         """6: what was fetched ahead has been cast; from here on it has to be as it was sent."""
+        self._launch_updated()  # frozen ones, where no trained one comes before or after them
         super().publish()
         self._forget()
         owners = {bucket.owner for bucket in self._ahead if bucket.owner is not None}
+        for bucket in itertools.chain.from_iterable(group.buckets for group in owners):
+            bucket.wait_for_update()  # an upload that is put off would count as a write by the program
         self._sent = {group: group.shard_on_device._version for group in owners}
 
     # ---- between steps -----------------------------------------------------------------------------------------------
@@ -385,9 +395,9 @@ class OverlappedZeroStage3(ZeroStage3):
         if self._sent.get(group) not in (None, group.shard_on_device._version):
             raise PartitionedUseError(
                 f"a shard was written between two steps (by ds_tensor, or in fp32 by an optimizer's tensor) when "
-                f"zero.overlap_param_gather had sent parts of it to the next forward pass, among them "
-                f"{group.buckets[-1].names}. Write inside `with deepzero.zero.GatheredParameters(param, "
-                "modifier_rank=0):`, or switch the setting off"
+                f"zero.overlap_param_gather had sent parts of it to the next forward pass: its parameters are "
+                f"{', '.join(group.names[:3])}{' …' * (len(group.names) > 3)}. Write inside "
+                "`with deepzero.zero.GatheredParameters(param, modifier_rank=0):`, or switch the setting off"
             )
 
     @contextlib.contextmanager
@@ -406,10 +416,13 @@ class OverlappedZeroStage3(ZeroStage3):
 def may_go_ahead(bucket: PartitionedBucket) -> bool:
     """Whether a bucket may be fetched under the step before the one that uses it.
 
-    Not with qwZ, whose meter may let it travel in another way from the next step on; nor with MiCS, which first renews
-    what it gathers from; nor from host memory, into which the CPU still writes.
+    Not where the program holds it gathered; nor with qwZ, whose meter may let it travel in another way from the next
+    step on; nor with MiCS, which first renews what it gathers from; nor from host memory, into which the CPU still
+    writes.
     """
-    return not (bucket.gather.quantizes or bucket.gather.mics or bucket.gather.source.on_host)
+    gather = bucket.gather
+    held = bucket.status is not ZeroParamStatus.NOT_AVAILABLE
+    return not (held or gather.quantizes or gather.mics or gather.source.on_host)
 
 
 def is_opaque(module: nn.Module) -> bool:

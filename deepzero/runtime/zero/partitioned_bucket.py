@@ -94,10 +94,14 @@ class PartitionedBucket:
     def shard(self) -> torch.Tensor:
         """1-D ``[shard_numel]``, complete for the current stream."""
         check_on_device(self)
+        self.wait_for_update()
+        return self._shard
+
+    def wait_for_update(self) -> None:
+        """Let the current stream wait for what the last step has written, if that is still on its way."""
         if self._wait_for_update is not None:
             self._wait_for_update()
             self._wait_for_update = None
-        return self._shard
 
     def mark_updated(self, wait: Callable[[], None] | None) -> None:
         """The shard has new values, or will have after ``wait``, which whoever reads it next calls."""
