@@ -25,26 +25,26 @@ from deepzero.utils.closed_pipe import exit_with
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
-    "deepzero/config": (1726, 1150),
-    "deepzero/comm": (4429, 2720),
-    "deepzero/runtime": (4419, 3050),
-    "deepzero/runtime/zero": (5948, 4550),
-    "deepzero/offload": (3778, 2500),
-    "deepzero/checkpoint": (3704, 2610),
-    "deepzero/launch": (705, 650),
-    "deepzero/health": (651, 560),
-    "deepzero/monitor": (2662, 1600),
-    "deepzero/planning": (2317, 1650),
-    "deepzero/profiling": (1233, 800),
-    "deepzero/models": (544, 540),
-    "deepzero/data": (527, 400),
-    "deepzero/training": (1030, 380),
-    "deepzero/compat": (3409, 1200),
-    "deepzero": (38_665, 23_500),
-    "tools": (6243, 2700),
+    "deepzero/config": (1671, 1150),
+    "deepzero/comm": (4343, 2720),
+    "deepzero/runtime": (4381, 3050),
+    "deepzero/runtime/zero": (5940, 4550),
+    "deepzero/offload": (3600, 2500),
+    "deepzero/checkpoint": (3659, 2610),
+    "deepzero/launch": (699, 650),
+    "deepzero/health": (647, 560),
+    "deepzero/monitor": (2555, 1600),
+    "deepzero/planning": (2305, 1650),
+    "deepzero/profiling": (1196, 800),
+    "deepzero/models": (537, 540),
+    "deepzero/data": (524, 400),
+    "deepzero/training": (1014, 380),
+    "deepzero/compat": (3382, 1200),
+    "deepzero": (38_033, 23_500),
+    "tools": (6007, 2700),
     "tools/book": (1153, 1000),
     "examples": (766, 700),
-    "tests": (32_079, 17_000),
+    "tests": (31_984, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
@@ -184,23 +184,23 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
         files = files_of(house, folder)
         yield Row(f"lines of {folder}/", sum(source.lines for source in files), budget, target, f"{len(files)} files")
     yield Row("lines of train.py", house["train.py"].lines, 150, 150)
-    yield Row("lines of tools/walk.py", house["tools/walk.py"].lines if "tools/walk.py" in house else 0, 370, 300)
+    yield Row("lines of tools/walk.py", house["tools/walk.py"].lines if "tools/walk.py" in house else 0, 365, 300)
 
     path = [house[name] for name in reading_path(root)]
     counts = [source.comments_and_code() for source in path]
     density = round(100 * sum(comments for comments, _ in counts) / max(sum(code for _, code in counts), 1), 1)
-    yield Row("lines of the reading path", sum(source.lines for source in path), 5904, 5500, f"{len(path)} files")
-    yield Row("comments per 100 lines of code on it", density, 13, 12, least=True)
+    yield Row("lines of the reading path", sum(source.lines for source in path), 5500, 5500, f"{len(path)} files")
+    yield Row("comments per 100 lines of code on it", density, 14, 12, least=True)
 
     package, zero = files_of(house, "deepzero"), files_of(house, "deepzero/runtime/zero")
-    yield Row("classes in runtime/zero", sum(1 for source in zero for _ in source.nodes(ast.ClassDef)), 39, 30)
+    yield Row("classes in runtime/zero", sum(1 for source in zero for _ in source.nodes(ast.ClassDef)), 35, 30)
     below = [source for source in zero if any(name.startswith("deepzero.offload") for name in source.imports())]
     yield Row("files of runtime/zero that import offload", len(below), 0, 0)
     core = [source for source in package if CORE.match(source.path) and "dry_run" not in source.path]
     branches = [count for source in core if (count := source.dry_run_branches())]
     yield Row("branches for dry runs in the core", sum(branches), 0, 0, f"in {len(branches)} files")
     state = [f"{one.path.removeprefix('deepzero/')}:{name}" for one in package for name in sorted(one.mutable_state())]
-    yield Row("module-level mutable state", len(state), 11, 2, ", ".join(state[:3]) + (" …" if len(state) > 3 else ""))
+    yield Row("module-level mutable state", len(state), 5, 2, ", ".join(state[:3]) + (" …" if len(state) > 3 else ""))
 
     # A thread that has not chosen its device makes a context on GPU 0 as soon as it asks CUDA anything.
     threads = sum(source.threads() for source in package if source.path != "deepzero/utils/threads.py")
@@ -218,7 +218,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
 def class_rows(package: list[Source]) -> Iterator[Row]:
     """The largest classes, and the names that two files define."""
     sizes = members(package)
-    for what, index, budget, target in (("methods", 0, 58, 25), ("attributes", 1, 30, 20)):
+    for what, index, budget, target in (("methods", 0, 47, 25), ("attributes", 1, 30, 20)):
         largest = max(sizes, key=lambda name: len(sizes[name][index]))
         over = sum(len(size[index]) > target for size in sizes.values())
         now, note = len(sizes[largest][index]), f"{largest}; {over} above the target"
@@ -234,7 +234,7 @@ def class_rows(package: list[Source]) -> Iterator[Row]:
                     count = len([*taken.posonlyargs, *taken.args, *taken.kwonlyargs]) - 1
                     constructors[f"{node.name} ({source.path})"] = count
     most = max(constructors, key=lambda name: constructors[name])
-    yield Row("constructor parameters", constructors[most], 9, 8, most)
+    yield Row("constructor parameters", constructors[most], 8, 8, most)
     twice = sorted(name for name, files in places.items() if len(files) > 1)
     yield Row("class names defined twice in the package", len(twice), 0, 0, ", ".join(twice))
 
