@@ -499,6 +499,7 @@ def test_cpu_adam_measures_in_turn_and_says_which_bar_is_missed(capsys):
     assert [line.split("|")[5].strip() for line in bars.splitlines()[2:]] == ["met", "MISSED", "MISSED"]
 
 
+@pytest.mark.slow
 def test_muon_beside_its_naive_form_and_adamw(capsys):
     """Its losses are others, and are not judged by AdamW's; the optimizer's part of a step is a part of it."""
     words = ["--quick", "--ranks", "1", "--steps", "2", "--contenders", "muon2,muon0,deepzero2:plain"]
