@@ -165,7 +165,7 @@ def read_between_steps(given):
         engine.backward(engine.module.embed(batch[0]).float().mean())
         engine.step()
         under_way = len(overlap_param_gather.all_under_way())
-        overlap_param_gather.finish()
+        overlap_param_gather.end_all()
         seen.append(group.flat_P.float().sum())
         shown = [under_way, *map(float, seen)]
         del engine, group, bias, bucket
