@@ -39,12 +39,12 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/models": (537, 540),
     "deepzero/data": (524, 400),
     "deepzero/training": (1014, 380),
-    "deepzero/compat": (3382, 1200),
-    "deepzero": (38_033, 23_500),
+    "deepzero/compat": (3383, 1200),
+    "deepzero": (38_034, 23_500),
     "tools": (6007, 2700),
     "tools/book": (1153, 1000),
     "examples": (766, 700),
-    "tests": (31_984, 17_000),
+    "tests": (31_985, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

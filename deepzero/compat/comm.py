@@ -23,7 +23,7 @@ from deepzero.comm import _DEEPSPEEDS, collectives, flight_recorder, process_gro
 from deepzero.comm.rendezvous import LOOPBACK, behind_closed_doors
 from deepzero.compat.utilities import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from deepzero.config.deepspeed_json import read_mapping
-from deepzero.runtime.zero.overlap_param_gather import end_all
+from deepzero.runtime.zero.overlap_param_gather import end_all, wait_for_all
 from deepzero.utils.errors import ConfigError
 
 is_initialized = process_group.is_initialized
@@ -139,7 +139,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> None
 
 def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
     """Leave a group; without one that of all ranks, and so all."""
-    end_all()  # what is still on its way needs the group
+    wait_for_all()  # what is still on its way needs the group, and whoever asked for it has its error
+    end_all()
     process_group.shutdown() if group in (None, dist.group.WORLD) else dist.destroy_process_group(group)
 
 

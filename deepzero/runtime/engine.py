@@ -302,7 +302,7 @@ class Engine(nn.Module):
             with self.comm.ranges.span("step"):
                 zero.optimizer_shard.step(mean_divisor * clip)
             ledger.note("step")
-            # 6 publish: cast into the flat buffer, gather the buckets.
+            # 6 publish: cast into the flat buffer, gather the buckets; stage 3: cast into the shards.
             with self.comm.ranges.span("publish"):
                 zero.stage.publish()
             ledger.note("publish")

@@ -12,7 +12,7 @@ and travel once per step.
     Function by function, in the order of a step. To follow a parameter read these; what else their files hold is
     building, bookkeeping, and uses that are refused.
 
-    0 build           ``stage_1_and_2.py:ParamGroup``, cut: this rank keeps a fragment in ``shard_S`` and master
+    0 build           ``stage_1_and_2.py:ParamGroup._keep_fragments``: a fragment stays, in ``shard_S`` and master
     1 fetch           ``module_hooks.py:pre_forward``: its module is about to run, and needs its bucket
                       ``partitioned_param_coordinator.py:fetch_sub_module``: launch mine, launch the next, wait for mine
                       ``partitioned_bucket.py:launch``: into a buffer of the pool
@@ -362,7 +362,7 @@ class ZeroStage3(ZeroStage1And2):
         return found.buckets[bucket.index] if isinstance(found, PartitionedParamGroup) else None
 
     def _launched(self, group: int, bucket: Bucket) -> None:
-        # This bucket's gradients are complete: from here on the plan may release it. Until then it stays gathered.
+        # This bucket's gradients are complete: a plan that is recorded now may release it from here on.
         if (partitioned := self._partitioned(group, bucket)) is not None:
             self.coordinator.training.completed(partitioned.key)
 
