@@ -28,6 +28,7 @@ from deepzero.runtime import initialize as door
 from deepzero.runtime.build import Dtypes
 from deepzero.runtime.consistency import TrainedParameters
 from deepzero.runtime.zero.partitioned_bucket import ZeroParamStatus
+from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.utils.errors import MisuseError
 
 TESTED = (torch.optim.Adam, torch.optim.AdamW, CPUAdam)
@@ -40,8 +41,7 @@ def initialize(*given: Any, **named: Any) -> Any:
     call = inspect.signature(door.initialize).bind(*given, **named).arguments
     arguments = {name: call.get(name) for name in ("config", "config_params", "args")}
     try:
-        config = door.given_config(**arguments)
-        settings = load_engine_config(config)
+        settings = load_engine_config(config := door.given_config(**arguments))
     except ConfigError:  # initialize says so on every rank
         return door.initialize(*given, **named)
     optimizer = call.get("optimizer")
@@ -64,10 +64,10 @@ class EngineInPlace(DeepSpeedEngine):
     """The engine of this ``initialize``."""
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """As the engine's own; after a step's last pass nothing stays gathered, which the step would let go of."""
+        """As the engine's own; then no parameter shows values, though the step releases the last buckets."""
         divided = super().backward(loss, retain_graph, scale_wrt_gas)
-        if not retain_graph and self.is_gradient_accumulation_boundary():
-            self.zero.stage.before_writes()
+        if isinstance(self.zero.stage, ZeroStage3):
+            self.zero.stage.coordinator.hide_all()
         return divided
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

@@ -134,7 +134,7 @@ def _of_strategy(read: Callable[[PlainAllGather], Any]) -> property:
 
 def _assign(view: PartitionView, values: torch.Tensor) -> None:
     param, plain = view._param, view._plain
-    if isinstance(param, PersistentParameter) or param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
+    if isinstance(param, PersistentParameter) or param._zero.placed()[0].status is not ZeroParamStatus.NOT_AVAILABLE:
         raise RuntimeError(
             f"an assignment to ds_tensor.data of parameter {param._zero.name!r}, which is whole on this rank or on its "
             "way to it (zero.overlap_param_gather), would leave the ranks with different values; write inside "

@@ -23,6 +23,7 @@ from tests.distributed.pool import on_ranks
 from tests.distributed.training import (
     SGD,
     WHOLE,
+    as_predicted,
     check_alike,
     config,
     log_lines,
@@ -35,9 +36,7 @@ from tests.distributed.training import (
 
 
 def without_optimizer(**changes):
-    settings = config(**changes)
-    del settings["optimizer"]
-    return settings
+    return {key: value for key, value in config(**changes).items() if key != "optimizer"}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -182,28 +181,28 @@ def test_in_deepspeeds_place(rank, world, stage):
     plain = {name: param.detach().clone() for name, param in make_model().named_parameters()}
     with front.RoundedInit(config_dict_or_path=settings, enabled=stage == 3):
         model = make_model()
-    engine = front.initialize(model=model, config=settings)[0]
+    engine, *_ = front.initialize(model=model, config=settings)
     for name, param in model.named_parameters():
         master = safe_get_full_fp32_param(param)
         assert torch.equal(master, master.bfloat16().float()), name
         assert stage == 3 or torch.equal(master, plain[name].bfloat16().float()), name
     assert isinstance(engine, deepzero.DeepSpeedEngine) and not engine.optimizer.needs_scaler()
-    frozen = model.head.weight
-    frozen.requires_grad_(False)
-    engine.backward(engine(*my_micro_batches(0, rank, world, 2, 1)[0]))
-    if stage == 3:
-        assert all(param.ds_status.name == "NOT_AVAILABLE" for param in model.parameters())
-    engine.step()
+    frozen = model.head.weight.requires_grad_(False)
+    for micro_batch in my_micro_batches(0, rank, world, 2, 3):
+        for _ in range(2):  # also of two passes in one step
+            engine.backward(engine(*micro_batch))
+            assert stage < 3 or all(param.ds_status.name == "NOT_AVAILABLE" for param in model.parameters())
+        engine.step()
     assert engine.was_step_applied() and not frozen.requires_grad
+    as_predicted({kind: told for kind, told in engine.report()["communication"].items() if "parameters" in kind})
     with pytest.raises(AssertionError, match="scalar tensor"):
         engine.scale(torch.ones(2, requires_grad=True) * 2)
     engine.destroy()
     for allowed in (True, False):
-        model = make_model()
-        given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-        given["config"] = settings | {"zero_allow_untested_optimizer": allowed}
+        optimizer = torch.optim.SGD((model := make_model()).parameters(), lr=0.1)
+        asked = settings | {"zero_allow_untested_optimizer": allowed}
         with pytest.raises(AssertionError, match="not tested SGD") if stage and not allowed else nullcontext():
-            front.initialize(**given)[0].destroy()
+            front.initialize(model=model, optimizer=optimizer, config=asked)[0].destroy()
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -13,7 +13,7 @@
     INFLIGHT         the placeholder still                           numel / W + numel
     AVAILABLE        inside a module of the model, or for one        numel / W + numel
                      operation: a view of the bucket's buffer;
-                     otherwise the placeholder
+                     else, and to ``ds_status``, a placeholder
     ===============  ==============================================  ==============================================
 
     ``param.shape`` is the logical shape in every state, and its *class* tells whether it shows its values:
@@ -58,8 +58,6 @@ from deepzero.runtime.zero.parameter_all_gather import (
     PlainAllGather,
     send_to_replicas,
 )
-
-# ``ZeroParamStatus`` is a bucket's: its parameters are gathered and released together.
 from deepzero.runtime.zero.partitioned_bucket import INIT_KEY, PartitionedBucket, ZeroParamStatus
 from deepzero.utils.dispatch import hide_from_checkpointing
 
@@ -131,8 +129,10 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """Whether the bucket's values are on this rank, also while the parameter does not show them."""
-        return self._zero.placed()[0].status
+        """AVAILABLE where the parameter shows its values; the bucket's may be on this rank earlier, and longer."""
+        bucket = self._zero.placed()[0]
+        hidden = bucket.status is ZeroParamStatus.AVAILABLE and not bucket.shown
+        return ZeroParamStatus.NOT_AVAILABLE if hidden else bucket.status
 
     def show(self, values: Tensor) -> None:
         """Become ``values``, a view of the gathered bucket."""
