@@ -10,7 +10,7 @@ This module is pure integers, and needs no process: it can be asked about 10,000
     ``shard_S``   stage 3: this rank's shard of the parameters, in the compute dtype (``shard_on_device``);
     ``master_S``  all the optimizer sees: fp32, ``masters_on_device`` (``single_partition_of_fp32_groups``);
     ``grad_S``    this rank's shard of the reduced gradients;
-    a *bucket*    one bucket's gradients on their way to their owners, in the wire dtype (``BucketBuffers.send``).
+    ``send``      a bucket's gradients on their way to their owners, in the wire dtype (of ``BucketBuffers``).
 
     Parameters are laid out in the order in which their gradients arrive, each start aligned to ``ALIGN`` elements. A
     *bucket* is a run of consecutive parameters, closed before it exceeds the bucket size, and padded to a multiple of

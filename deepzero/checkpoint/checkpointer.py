@@ -251,7 +251,7 @@ class Checkpointer:
         zero.optimizer_shard.drop_pending_update()
         engine.before_writes()
         engine.discard_gradients()
-        zero.reducer.forget()
+        zero.bucket_reducer.forget()
         self.half_loaded = f"{loader.reader.path} was loaded in part only"
         with engine.comm.ledger.aside(), torch.no_grad():
             loader.read()

@@ -232,15 +232,15 @@ class BucketReducer:
             self._finish(self._in_flight.popleft())
 
     def _launch_exact(self, inflight: InflightReduce) -> None:
-        bucket, parts, me = inflight.bucket, inflight.sent(), self.comm.rank
+        bucket, outgoing, me = inflight.bucket, inflight.sent(), self.comm.rank
         shard, received = bucket.shard_numel, inflight.buffers.recv_buffer.view(self.wire_dtype)
         # Where each rank's contribution to our shard arrives: one after the other, ours left out.
         starts = [(q - (q > me)) * shard for q in range(self.comm.world_size)]
         recv = [received[:0] if q == me else received[lo : lo + shard] for q, lo in enumerate(starts)]
         kind, where = REDUCE_SCATTER + self.suffix, f"bucket {bucket.index}"
-        inflight.pending = self.comm.exchange(kind, parts, recv, self._padding(bucket), where)
+        inflight.pending = self.comm.exchange(kind, outgoing, recv, self._padding(bucket), where)
         # Our own contribution is added from the send buffer, in its place in rank order: it does not travel.
-        inflight.parts = [parts[q] if q == me else recv[q] for q in range(self.comm.world_size)]
+        inflight.parts = [outgoing[q] if q == me else recv[q] for q in range(self.comm.world_size)]
 
     def _padding(self, bucket: Bucket) -> int:
         """How many of the elements of the other owners' shards are padding."""

@@ -270,7 +270,7 @@ class StateOffloader:
         engine.finish_delayed_update()
         self._wait_for_saves()
         self._close_reloaded()
-        engine.zero.reducer.drain()
+        engine.zero.bucket_reducer.drain()
         engine.zero.optimizer_shard.drain_grads()
         stage3 = engine.zero.stage3
         if parameters and "lp_params" not in self.away:
@@ -314,11 +314,11 @@ class StateOffloader:
             "hp_params": separate + [master for group in zero.groups for master in group.masters],
             "lp_params": [*params, *(stage3.secondaries() if stage3 is not None else ())],
             "lp_grads": list(gradients.held_gradients()),
-            "contiguous_grad_buffer": list(zero.reducer.kept()),
+            "contiguous_grad_buffer": list(zero.bucket_reducer.kept()),
         }
         # Between two optimizer steps the sums are those of the last one, which nobody needs.
         found = {name: [(t, name != "lp_grads" or gradients.present) for t in some] for name, some in tensors.items()}
-        buffers = [*zero.reducer.buffers(), *(offload.buffers_on_device() if offload is not None else ())]
+        buffers = [*zero.bucket_reducer.buffers(), *(offload.buffers_on_device() if offload is not None else ())]
         found["contiguous_grad_buffer"] += [(buffer, False) for buffer in buffers]
         return found
 

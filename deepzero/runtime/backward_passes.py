@@ -60,7 +60,7 @@ class BackwardPasses:
         # the step's last micro-batch.
         self._armed = self._reached = self._is_last = False
         self._home = HomeStream(comm.device)
-        ready = self._home.param_hook(self._gradient_ready)
+        ready = self._home.param_hook(self._gradient_ready)  # autograd may call it on another stream
         self._handles = [param.register_post_accumulate_grad_hook(ready) for param in trained]
 
     # ---- where a pass begins -----------------------------------------------------------------------------------------

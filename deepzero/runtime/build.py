@@ -69,7 +69,7 @@ class ZeroComponents:
 
     groups: list[ParamGroup]
     unreduced: UnreducedGradients
-    reducer: BucketReducer
+    bucket_reducer: BucketReducer
     stage: ZeroStage1And2
     dtypes: Dtypes
     moments: list[StateBytes]
@@ -91,7 +91,7 @@ class ZeroComponents:
     @property
     def quantized_grads(self) -> QuantizedReduce | None:
         """The reducer's part that is qgZ; None: gradients are not quantised, or there is one rank."""
-        return self.reducer.strategy
+        return self.bucket_reducer.strategy
 
     @property
     def stores(self) -> list[ParamGroup]:
@@ -112,7 +112,7 @@ class ZeroComponents:
 
     def forget_residuals(self) -> None:
         """Drop what quantisation has kept and measured of gradients that are not used."""
-        self.reducer.forget()
+        self.bucket_reducer.forget()
         if self.meter is not None:
             self.meter.restart()
 

@@ -65,8 +65,8 @@ def tensor_words(ledger: Ledger, zero: ZeroComponents, tensor: torch.Tensor) -> 
         (lo, hi), (begin, end) = ((t.data_ptr(), t.data_ptr() + t.nbytes) for t in (tensor, other))
         return lo < end and begin < hi
 
-    buffers = [(f"send buffer {n}", b.send) for n, b in enumerate(zero.reducer._all_buffers)]
-    buffers += [(f"receive buffer {n}", b.recv_buffer) for n, b in enumerate(zero.reducer._all_buffers)]
+    buffers = [(f"send buffer {n}", b.send) for n, b in enumerate(zero.bucket_reducer._all_buffers)]
+    buffers += [(f"receive buffer {n}", b.recv_buffer) for n, b in enumerate(zero.bucket_reducer._all_buffers)]
     places = [name for name, buffer in buffers if same(buffer)]
     for number, store in enumerate(zero.stores):
         grads = zero.optimizer_shard.grad_S[number] if number < len(zero.groups) else None

@@ -293,7 +293,7 @@ class Engine(nn.Module):
         self._check_finite(agreement)
         if self.config.precision.dtype == "fp16":
             self.scaler.update(not agreement.finite)
-            zero.reducer.rescale(self.scaler.scale / scale)  # what error feedback has kept is in units of the old scale
+            zero.bucket_reducer.rescale(self.scaler.scale / scale)  # error feedback's rest has the old scale
         # The norm was taken of sums that still carry the loss scale, the ranks and the micro-batches. Dividing the norm
         # in place of the gradients leaves one pass over them: the optimizer divides by mean_divisor * clip as it reads.
         norm = agreement.norm / mean_divisor

@@ -404,8 +404,8 @@ def build_ledger(
         stage=config.zero.stage,
         overlap=config.zero.overlap_comm,
         micro_batches=micro_batches,
-        whole_reduce=built.reducer.whole,
-        exact=built.reducer.method == "exact",
+        whole_reduce=built.bucket_reducer.whole,
+        exact=built.bucket_reducer.method == "exact",
         quantized_grads=built.quantized_grads.format if built.quantized_grads is not None else None,
         invariant=config.comm.world_size_invariant,
     )
@@ -550,7 +550,7 @@ def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledg
 
     def buckets() -> list[torch.Tensor]:
         on_wire = offload.buffers_on_device() if offload is not None else ()
-        return [*built.reducer.buffers(), *on_wire, *built.reducer.kept()]
+        return [*built.bucket_reducer.buffers(), *on_wire, *built.bucket_reducer.kept()]
 
     padding = _padding(built)
     ledger.watch("parameters", lambda: [t for g in built.stores for t in g.parameter_storage], padding["parameters"])
@@ -596,7 +596,7 @@ def _padding(built: ZeroComponents) -> Counter[str]:
     for group, flat, mine in zip(built.groups, built.unreduced.flat, built.optimizer_shard.grad_S, strict=True):
         count("gradients", flat, group.layout.numel)
         kept = sum(f.numel for f in group.fragments if f.shard_start >= group.placement.optimizer_numel)
-        count("gradients", mine, group.layout.numel if built.reducer.whole else kept)
+        count("gradients", mine, group.layout.numel if built.bucket_reducer.whole else kept)
         on_host += sum(f.numel for f in group.fragments) - kept
     if offload is not None and offload.sums is not None:
         held = sum(t.nbytes for t in offload.tensors(GRADIENTS))

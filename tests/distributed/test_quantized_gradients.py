@@ -90,10 +90,10 @@ def test_fp16_overflow_skips_the_step(rank, world, stage):
     for step in range(10):
         record = one_step(engine, rank, world, step)
         if not skipped:
-            kept = [engine.params_sha256() == before, not any(t.any() for t in engine.zero.reducer.kept())]
+            kept = [engine.params_sha256() == before, not any(t.any() for t in engine.zero.bucket_reducer.kept())]
         skipped.append(record.skipped)
     assert skipped[0] and not skipped[-1] and all(kept)
-    assert all(t.isfinite().all() for t in engine.zero.reducer.kept())
+    assert all(t.isfinite().all() for t in engine.zero.bucket_reducer.kept())
     check_alike(skipped)
 
 
@@ -103,7 +103,7 @@ def test_what_is_kept_follows_the_loss_scale(rank, world):
     zero = {"zero_quantized_gradients": True, "quantization": {"error_feedback": True, "block_size": 64}}
     fp16 = {"initial_scale_power": 4, "loss_scale_window": 2}
     engine = start(make_model(), stage=2, precision="fp16", fp16=fp16, zero=zero, comm={"ranks_per_node": 1})
-    reducer, seen = engine.zero.reducer, []
+    reducer, seen = engine.zero.bucket_reducer, []
     rescale = reducer.rescale
 
     def spy(factor):
@@ -135,12 +135,12 @@ def test_dropped_gradients(rank, world):
     """zero_grad after every step leaves what was lost; zero_grad of gradients that have left takes it away."""
     engine = made(settings_of(2, feedback=True, gradient_accumulation_steps=1))
     one_step(engine, rank, world)
-    lost = [float(t.float().norm()) for t in engine.zero.reducer.kept()]
+    lost = [float(t.float().norm()) for t in engine.zero.bucket_reducer.kept()]
     engine.discard_gradients()
-    after = [float(t.float().norm()) for t in engine.zero.reducer.kept()]
+    after = [float(t.float().norm()) for t in engine.zero.bucket_reducer.kept()]
     engine.backward(engine(*make_batch(1, 2)))
     engine.discard_gradients()
-    dropped_too = [float(t.float().norm()) for t in engine.zero.reducer.kept()]
+    dropped_too = [float(t.float().norm()) for t in engine.zero.bucket_reducer.kept()]
     assert lost == after and all(lost) and not any(dropped_too)
 
 
@@ -168,10 +168,10 @@ def test_the_meter_changes_nothing_and_what_is_lost_survives_offload_states(rank
         quantized_grads.metering = step == 1
         for engine in (plain, watched):
             one_step(engine, rank, world, step)
-    lost = [t.clone() for t in watched.zero.reducer.kept()]
+    lost = [t.clone() for t in watched.zero.bucket_reducer.kept()]
     watched.offload_states()
     watched.reload_states()
-    same = all(torch.equal(a, b) for a, b in zip(lost, watched.zero.reducer.kept(), strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(lost, watched.zero.bucket_reducer.kept(), strict=True))
     buckets = {(g, i.index) for g, group in enumerate(watched.zero.groups) for i in group.layout.buckets}
     exact = {key for key in buckets if not quantized_grads.takes(key)}
     assert plain.params_sha256() == watched.params_sha256() and same

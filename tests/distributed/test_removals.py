@@ -64,7 +64,7 @@ UNNOTICED = {
     "reduce_scatter.BucketReducer.launch: self.comm.exchange(kind + self.suffix, [output], [output], 0, "
     "f'bucket {bucket.index}').wait()": "one rank: nothing travels, and the ledger notes it",
     "reduce_scatter.BucketReducer.drain: gather.wait()": AGREED,
-    "offload_states.StateOffloader._come_to_rest: engine.zero.reducer.drain()": UNUSED,
+    "offload_states.StateOffloader._come_to_rest: engine.zero.bucket_reducer.drain()": UNUSED,
     "activations.HostActivations.watching: copy.wait()": WAITS,
     "optimizer_offload.HostGradients.output.there_and_back: (down or self._down[key]).wait()": WAITS,
     "gradient_reduction.GradientReducer.reduce_now: self.drain() #1": "test_world_size.py does",
@@ -131,7 +131,7 @@ def poisoned(engine):
     pools = []
     if engine.zero.stage3 is not None:
         pools = engine.zero.stage3.coordinator.pools
-    reduced = [(b.send, b.recv_buffer) for b in engine.zero.reducer._all_buffers]
+    reduced = [(b.send, b.recv_buffer) for b in engine.zero.bucket_reducer._all_buffers]
     free = [*(t for pair in reduced for t in pair), *(b for pool in pools for b in pool._free)]
     return [bool((t == 255).all() if t.dtype == torch.uint8 else t.isnan().all()) for t in free]
 

@@ -441,7 +441,7 @@ CALLERS = (
     ("zero/partitioned_bucket.py:PartitionedBucket.wait", COORDINATOR + "PartitionedParameterCoordinator._wait", FETCH),
     ("zero/partitioned_bucket.py:PartitionedBucket.release",
      COORDINATOR + "PartitionedParameterCoordinator.release_sub_module",
-     COORDINATOR + "PartitionedParameterCoordinator.end_step"),
+     COORDINATOR + "PartitionedParameterCoordinator.end_passes"),
 )  # fmt: skip
 """Of each change of state what makes it, then who calls that, then who calls the caller."""
 

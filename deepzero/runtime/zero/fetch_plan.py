@@ -40,7 +40,7 @@ class ModuleUse:
     """The buckets needed, sorted."""
     backward: bool
     where: str
-    """The module, or in a backward pass the first parameter of the bucket, for messages and traces."""
+    """The module, or in a backward pass the first parameter of the bucket, for error texts and the profiler."""
     on_demand: bool = False
     """Noticed only because the bucket was not there: it may be missing the next time."""
     run: int = 0

@@ -106,7 +106,7 @@ class UnreducedGradients:
             return
         if grad.requires_grad:  # with create_graph=True it would keep its graph alive
             grad = grad.detach()
-        param.grad = None  # its memory is free for the next one
+        param.grad = None  # the parameter lets go; the tensor waits, and is freed when it is laid into a bucket
         g, slot = self._slot_of[param]
         flat, waiting = self.flat[g], self._later if again else self._waiting
         if (flat is None or again) and param not in waiting:  # most gradients, and nothing more is done for them
@@ -200,8 +200,8 @@ def _dense(grad: torch.Tensor) -> torch.Tensor:
 
 def free_grad_in_param_list(params: Iterable[nn.Parameter]) -> None:
     """Let go of the gradients of ``params``; their memory is free for the next ones."""
-    # DeepSpeed calls its function of this name in the step, for gradients of other ranks' partitions. Here a gradient
-    # is freed as soon as it is taken, so that it is never held twice.
+    # DeepSpeed calls its function of this name in the step, for gradients of other ranks' partitions. Here
+    # ``UnreducedGradients.fill`` frees a gradient as soon as it lies in its bucket, so that it is never held twice.
     for param in params:
         param.grad = None
 
@@ -259,7 +259,7 @@ class GradientReducer:
         # sent, so that the next ones are added to them in ``grad_S``.
         self.present = self.reduced = False
         # Buckets whose whole sums every rank has, where these are gathered: since their last reduction.
-        self._gathered: set[tuple[int, int]] = set()
+        self._whole_again: set[tuple[int, int]] = set()
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
@@ -268,10 +268,10 @@ class GradientReducer:
 
         ``last_micro_batch``: this is the last micro-batch of the optimizer step.
         """
-        leaves = self._leaves_now(last_micro_batch)
+        sent_now = self._sent_now(last_micro_batch)
         # A second gradient of one pass (see backward_end) must not overtake the first, whose bucket may be on its way.
-        self.unreduced.take(param, again=leaves and param in self._seen)
-        if not leaves:
+        self.unreduced.take(param, again=sent_now and param in self._seen)
+        if not sent_now:
             return
         self._pass_began = True
         if param in self.leaf_params:
@@ -283,7 +283,7 @@ class GradientReducer:
 
     def leaf_grads_complete(self, params: Iterable[nn.Parameter], last_micro_batch: bool) -> None:
         """Count all gradients of some :attr:`leaf_params` as arrived; those that did not come count as zeros."""
-        if not self._leaves_now(last_micro_batch):
+        if not self._sent_now(last_micro_batch):
             return
         self._pass_began = True
         mine = [param for param in params if param in self._position]
@@ -295,8 +295,9 @@ class GradientReducer:
             self._reduce_bucket(g, bucket, last_micro_batch)
 
     def _count(self, param: nn.Parameter) -> None:
-        self._missing[self._position[param]] -= param not in self._seen
-        self._seen.add(param)
+        if param not in self._seen:
+            self._seen.add(param)
+            self._missing[self._position[param]] -= 1
 
     def _complete_buckets(self) -> Iterator[BucketRef]:
         """The buckets that are complete and next in order."""
@@ -304,7 +305,7 @@ class GradientReducer:
             yield self.order[self._cursor]
             self._cursor += 1
 
-    def _leaves_now(self, last_micro_batch: bool) -> bool:
+    def _sent_now(self, last_micro_batch: bool) -> bool:
         """Whether gradients of this backward pass are sent as they come."""
         # Once some of this step have been sent, those of a further pass are sent too, and added to them.
         return self.every_pass or (self.overlap and last_micro_batch) or self.reduced
@@ -312,7 +313,7 @@ class GradientReducer:
     def backward_end(self, last_micro_batch: bool) -> None:
         """Launch what no further gradient will complete. A parameter without gradient counts as zeros."""
         self.present = True
-        if not self._leaves_now(last_micro_batch) or not self._pass_began:
+        if not self._sent_now(last_micro_batch) or not self._pass_began:
             return
         for g, bucket in self.order[self._cursor :]:
             self._reduce_bucket(g, bucket, last_micro_batch)
@@ -339,7 +340,7 @@ class GradientReducer:
     def _reduce_bucket(self, g: int, bucket: Bucket, last_micro_batch: bool, again: bool = False) -> None:
         """Lay the gradients of a bucket of group ``g`` into a buffer, free them, and send them to their owners."""
         self._measured.discard((g, bucket.index))
-        self._gathered.discard((g, bucket.index))
+        self._whole_again.discard((g, bucket.index))
         measure: Measure | None = None
         if last_micro_batch and not self.bucket_reducer.whole:
             # Nothing is added to this sum afterwards, so its block norms are taken while it is in the core's cache.
@@ -376,10 +377,10 @@ class GradientReducer:
         self.drain()
         if self.every_pass and self.bucket_reducer.whole and self.comm.world_size > 1:
             for g, bucket in self.order:
-                if (g, bucket.index) not in self._gathered:  # all ranks agree: each of them reduces every bucket
+                if (g, bucket.index) not in self._whole_again:  # all ranks agree: each of them reduces every bucket
                     self.bucket_reducer.gather(bucket, bucket.of(self.shard.grad_S[g]))
             self.drain()
-            self._gathered.update((g, bucket.index) for g, bucket in self.order)
+            self._whole_again.update((g, bucket.index) for g, bucket in self.order)
         self.reduced = True
 
     def drain(self) -> None:

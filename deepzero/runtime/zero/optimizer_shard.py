@@ -55,7 +55,7 @@ def clip_divisor(norm: float, max_norm: float) -> float:
 
 
 def unscale_and_clip_grads(grads: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
-    """Divide gradients in place by a one-element fp32 tensor."""
+    """Divide gradients in place by a one-element fp32 tensor, in which loss scale and clipping are one."""
     for grad in grads:
         grad.div_(divisor)
 

@@ -80,7 +80,7 @@ Hidden = tuple[nn.Parameter, torch.Tensor, torch.Tensor]
 class BucketUnderWay:
     """One bucket on its way: its parameters are hidden from here until :meth:`wait`, which any thread may call.
 
-    ``wait_upload`` is :meth:`ZeroStage1And2.arrived`'s, ``home`` the stream of the engine.
+    ``wait_upload`` is :meth:`ZeroStage1And2.launch_all_gather`'s, ``home`` the stream of the engine.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class OverlappedZeroStage1And2(ZeroStage1And2):
 
     def end_passes(self) -> None:
         """4: wait for what no module has used. This step reads, and then writes, what those gathers send."""
-        self._home = self._current_stream()  # here, as ``arrived`` may be called on the upload's
+        self._home = self._current_stream()  # here, as ``launch_all_gather`` may be called on the upload's
         self.wait_all_gathers()
 
     def wait_all_gathers(self) -> None:
@@ -250,7 +250,7 @@ class OverlappedZeroStage1And2(ZeroStage1And2):
 
     # ---- 5 step, 6 publish -------------------------------------------------------------------------------------------
 
-    def arrived(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
+    def launch_all_gather(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
         """Launch the all-gather of a bucket that is stepped on, and hide its parameters until it is complete."""
         self._sent.add((group, bucket.index))
         gather, parts = self._all_gather(group, bucket), self._hidden[group][bucket.index]

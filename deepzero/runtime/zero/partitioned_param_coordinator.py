@@ -1,8 +1,8 @@
 """When partitioned parameters are fetched and released; the buckets see to where their bytes lie.
 
 In the first optimizer step the coordinator *records* which buckets are used in which order, in forward and backward
-passes alike: the trace. At the end of the step the trace is compiled into a plan (``fetch_plan.py``), which later steps
-follow. ``fetch_sub_module`` is called before a module runs and whenever the backward pass asks for a weight; it does,
+passes alike: the trace. At the boundary the trace is compiled into a plan (``fetch_plan.py``), which later steps
+follow. ``fetch_sub_module`` is called before a module runs and when the backward pass asks for another bucket; it does,
 in this order: release what the plan lets go · launch mine · launch the prefetch, what the next uses need · wait for
 mine. Launching before waiting is all there is to overlap: the next buckets travel while this one is computed with.
 
@@ -102,7 +102,7 @@ class ModuleTrace:
             self._recorded[-1].completes.add(key)
 
     def close(self) -> bool:
-        """End the pass: compile what was recorded; the next use is the first again. Returns whether the plan is new."""
+        """Compile what was recorded, if anything; the next use is the first again. Returns whether the plan is new."""
         before, end = self.plan, self.position + 1
         # A step that ended early drops the plan, and makes another of what came.
         if self.plan is not None and not all(use.on_demand for use in self.plan.uses[end:]):
@@ -221,8 +221,10 @@ class PartitionedParameterCoordinator:
         planned = self._trace.advance(use)
         forward = FORWARD if self._trace is self.training else EVALUATION
         if not self.pool.uses:
-            self._begin_pass()
-        self.pool.uses.append(use)
+            self.pool.begin_pass()
+            for messages in self.pools[1:]:  # of one size, kept from pass to pass
+                messages.most_numel = messages.numel()
+        self.pool.uses.append(use)  # what is held at each use tells the pool how many buffers the plan will take
         ahead = self.take_over(use) if self._trace is self.training else ()
         # Release before fetching: the buffers that become free are those that the fetch takes.
         self.release_sub_module(keys, planned)
@@ -267,13 +269,13 @@ class PartitionedParameterCoordinator:
         # A use on demand that the plan does not have may need room that the plan did not leave.
         limit = self._recording_numel if planned is None else self.limits.live_numel
         total = self.live_numel + sum(self.numels[key] for key in keys if key not in self.live)
-        for key in [key for key in self.live if key not in keys] if total > limit else ():
+        for key in [key for key in self.live if key not in keys]:
             if total <= limit:
                 break
             total -= self.numels[key]
             self.pool.released(key, self._release(key))
 
-    def end_step(self) -> None:
+    def end_passes(self) -> None:
         """The boundary: the trace of training is complete, and all values are about to change.
 
         Raises:
@@ -296,11 +298,6 @@ class PartitionedParameterCoordinator:
         self.pool.end_pass()
         if problem is not None:
             raise problem
-
-    def _begin_pass(self) -> None:
-        self.pool.begin_pass()
-        for messages in self.pools[1:]:  # of one size, kept from pass to pass
-            messages.most_numel = messages.numel()
 
     def _plans_changed(self) -> None:
         # Simulating costs several passes over the plan. Where plans do not last, it waits until one has lasted a step.

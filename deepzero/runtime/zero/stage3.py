@@ -24,7 +24,7 @@ and travel once per step.
     3 gradient ready  ``ZeroStage3.reduce_ready_gradient``: it leaves for its owners as in stage 2
                       (``gradient_reduction.py``); with its bucket's last one the weights may go, too
     4 boundary        ``ZeroStage3.end_passes``: all is released, and the order of fetches becomes a plan
-                      (``fetch_plan.py:compile_plan``); ``reduce_gradients``: the last sums have arrived
+                      (``ModuleTrace.close``, ``compile_plan``); ``reduce_gradients``: the last sums have arrived
     5 step            ``optimizer_shard.py:OptimizerShard.step``, on the masters
     6 publish         ``PartitionedParamGroup.cast_masters``: into ``shard_S``; only persistent parameters are sent
 
@@ -384,7 +384,7 @@ class ZeroStage3(ZeroStage1And2):
 
     def end_passes(self) -> None:
         """4: release everything, as this step makes it old. It is released also when a write to it raises."""
-        self.coordinator.end_step()
+        self.coordinator.end_passes()
 
     # ---- 5 step: the optimizer's, over this rank's masters -----------------------------------------------------------
 
@@ -395,7 +395,7 @@ class ZeroStage3(ZeroStage1And2):
         """
         partitioned = self._partitioned(group, bucket)
         if partitioned is None:
-            self.arrived(self.groups.index(self.gradients.groups[group]), bucket, wait_upload)
+            self.launch_all_gather(self.groups.index(self.gradients.groups[group]), bucket, wait_upload)
         else:
             partitioned.mark_updated(wait_upload)
 
@@ -408,14 +408,14 @@ class ZeroStage3(ZeroStage1And2):
         self.all_gather_dp_groups()
         for group in self.partitioned:
             for bucket in group.buckets:
-                # Where the CPU steps, its kernel has written the cast parameters, and ``arrived`` has counted them.
+                # Where the CPU steps, its kernel has written the cast parameters, and ``uploaded`` has counted them.
                 if not group.placement.steps_on_host(bucket.layout):
                     self._cast(group, bucket)
         send_to_replicas([bucket for group in self.partitioned for bucket in group.buckets])
         self.wait_all_gathers()
 
     def _cast(self, group: PartitionedParamGroup, bucket: PartitionedBucket) -> None:
-        group.cast_masters(bucket)
+        group.cast_masters(bucket)  # a method, as ``overlap_param_gather.py`` casts some of them earlier
 
     # ---- what is gathered --------------------------------------------------------------------------------------------
 

@@ -425,18 +425,18 @@ class ZeroStage1And2:
 
     # ---- 5 step ------------------------------------------------------------------------------------------------------
 
-    # ``OptimizerShard.step`` (optimizer_shard.py), the same in every stage: ``_optimizer_step`` divides grad_S's
+    # ``OptimizerShard.step`` (optimizer_shard.py), the same in every stage: ``_unscale_and_step`` divides grad_S's
     # fragments (``unscale_and_clip_grads``, if the optimizer's kernel does not), then steps on their masters, the
     # fragments of ``single_partition_of_fp32_groups``. DeepSpeed's step begins with ``free_grad_in_param_list``, for
-    # gradients of other ranks' partitions; here every gradient was freed when it was taken.
+    # gradients of other ranks' partitions; here every gradient was freed when it was laid into its bucket.
 
     def uploaded(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
         """5, on the host: this rank's part of a bucket of ``gradients.groups[group]`` is new, or on its way."""
-        self.arrived(group, bucket, wait_upload)
+        self.launch_all_gather(group, bucket, wait_upload)
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
-    def arrived(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
+    def launch_all_gather(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
         """Launch the all-gather of a bucket of ``groups[group]``; of the CPU's, while it steps on the next one.
 
         ``wait_upload`` lets the current stream wait until my part has come from the host; None: it is there.
@@ -458,7 +458,7 @@ class ZeroStage1And2:
         # Bucket by bucket, so that one is cast while the one before it travels.
         for i, group in enumerate(self.groups):
             for bucket in group.layout.buckets:
-                if not group.placement.steps_on_host(bucket):  # there ``arrived`` has launched it
+                if not group.placement.steps_on_host(bucket):  # else ``uploaded`` has launched it
                     self.publish_bucket(i, bucket)
 
     @torch.no_grad()
@@ -471,7 +471,7 @@ class ZeroStage1And2:
             mine = bucket.of(self.bit16_groups_flat[i]) if replicated else parts[self.comm.rank]
             mine.copy_(self.single_partition_of_fp32_groups[i][bucket.index])
         if not replicated:  # else every rank has every new master
-            self.arrived(i, bucket, None)
+            self.launch_all_gather(i, bucket, None)
 
     def wait_all_gathers(self) -> None:
         """Wait for all-gathers that are under way."""
