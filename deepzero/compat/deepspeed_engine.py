@@ -312,9 +312,7 @@ class DeepSpeedEngine(EngineGetters):
         batch, dtypes = resolve_batch(whole, self.world_size), self.zero.dtypes
         if self.passes.count or self.micro_steps % self.batch.accumulation:
             raise MisuseError("set_train_batch_size within an optimizer step: call it after engine.step()")
-        narrow = dtypes.compute != dtypes.accumulation and not any(
-            flat is not None for flat in self.zero.unreduced.flat
-        )
+        narrow = dtypes.compute != dtypes.accumulation and all(flat is None for flat in self.zero.unreduced.flat)
         if batch.accumulation > 1 and not self.zero.stage.gradients.every_pass and narrow:
             raise MisuseError(
                 f"set_train_batch_size({train_batch_size}): the engine was built for one micro-batch, and the sum of "

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepzero.checkpoint.errors import CheckpointError
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.compat.parameters import DeepSpeedInit, is_zero_param
 from deepzero.config.deepspeed_json import load_engine_config, read_mapping
@@ -33,6 +34,7 @@ from deepzero.utils.errors import MisuseError
 
 TESTED = (torch.optim.Adam, torch.optim.AdamW, CPUAdam)
 """Optimizers that ``"zero_allow_untested_optimizer": false`` lets pass; where it is left out, all are tried."""
+TRIED = "leave the key out, and deepzero finds out by itself whether an optimizer can be sharded"
 
 
 @functools.wraps(door.initialize)
@@ -44,20 +46,23 @@ def initialize(*given: Any, **named: Any) -> Any:
         settings = load_engine_config(config := door.given_config(**arguments))
     except ConfigError:  # initialize says so on every rank
         return door.initialize(*given, **named)
-    optimizer = call.get("optimizer")
-    untested = isinstance(optimizer, torch.optim.Optimizer) and settings.zero.stage and type(optimizer) not in TESTED
-    says = {} if config is None or isinstance(config, EngineConfig) else read_mapping(config)
-    if untested and says.get("zero_allow_untested_optimizer") is False:
-        raise ConfigError(
-            f"zero_allow_untested_optimizer=false, and DeepSpeed has not tested {type(optimizer).__name__}: set it to "
-            "true, or leave it out; deepzero finds out by itself whether an optimizer can be sharded"
-        )
+    optimizer, says = call.get("optimizer"), {} if isinstance(config, EngineConfig) else read_mapping(config or {})
+    theirs = type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) and settings.zero.stage else CPUAdam
+    if theirs not in TESTED and says.get("zero_allow_untested_optimizer") is False:
+        raise ConfigError(f"zero_allow_untested_optimizer=false: DeepSpeed has not tested {theirs.__name__}; {TRIED}")
+    offloads = settings.zero.offload_optimizer.device != "none"
+    if offloads and not issubclass(theirs, CPUAdam) and says.get("zero_force_ds_cpu_optimizer") is True:
+        raise SlowOptimizer(f"zero_force_ds_cpu_optimizer=true: {theirs.__name__} is no DeepSpeedCPUAdam; {TRIED}")
     for param in getattr(call.get("model"), "parameters", tuple)():  # what is no module is refused on every rank
         if param.is_floating_point() and not is_zero_param(param):
             param.data.copy_(param.data.to(Dtypes.of(settings).compute))
     made = door.initialize(**call | dict.fromkeys(arguments) | {"config": settings})
     made[0].__class__, made[0].zero.trained.__class__ = EngineInPlace, MayFreeze
     return made
+
+
+class SlowOptimizer(CheckpointError, ConfigError):
+    """DeepSpeed raises its ``ZeRORuntimeException`` here, whose place a ``CheckpointError`` takes (import_paths.py)."""
 
 
 class EngineInPlace(DeepSpeedEngine):

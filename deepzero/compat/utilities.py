@@ -153,10 +153,7 @@ def set_random_seed(seed: int) -> None:
 
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
     """Whether this torch is of the versions from ``min_version`` to ``max_version``."""
-
-    def number(version: Any) -> tuple[int, ...]:
-        return tuple(map(int, re.findall(r"\d+", str(version))[:2]))
-
+    number = lambda version: tuple(map(int, re.findall(r"\d+", str(version))[:2]))
     here = number(torch.__version__)
     return (min_version is None or here >= number(min_version)) and (max_version is None or here <= number(max_version))
 
