@@ -108,11 +108,11 @@ class UnreducedGradients:
             grad = grad.detach()
         param.grad = None  # the parameter lets go; the tensor waits, and is freed when it is laid into a bucket
         g, slot = self._slot_of[param]
-        flat, waiting = self.flat[g], self._later if again else self._waiting
-        if (flat is None or again) and param not in waiting:  # most gradients, and nothing more is done for them
+        flat, waiting = (None, self._later) if again else (self.flat[g], self._waiting)
+        if flat is None and param not in waiting:  # most gradients, and nothing more is done for them
             waiting[param] = grad
         else:
-            self._add(waiting, param, grad, None if flat is None or again else flat[slot.offset : slot.end])
+            self._add(waiting, param, grad, flat[slot.offset : slot.end] if flat is not None else None)
 
     @outliving_pass()
     def _add(
