@@ -86,7 +86,7 @@ def test_four_ranks_then_three_then_two_then_one(tiny, tmp_path):
     splits = {4: "12 = 3 x 1 x 4", 3: "12 = 2 x 2 x 3", 2: "12 = 2 x 3 x 2", 1: "12 = 2 x 6 x 1"}
     for number, (ranks, split) in enumerate(splits.items(), start=1):
         done = runs.train(*tiny, *COMMON, f"train.steps={3 * number}", f"launch.nproc={ranks}", cwd=parts)
-        assert (done.status, done.err) == (0, "")
+        assert done.status == 0 and ("other bits from here on" in done.err) == (ranks == 3), done.err
         assert f"batch {split} ranks" in done.out
     same_steps(whole / "run", parts / "run", 12)
 
@@ -164,7 +164,7 @@ def test_a_host_joins_a_running_job(tiny, tmp_path):
             done = first.wait()
             second.wait(SOON)  # its agent fails when the store goes before it
     assert done.status == 0, done.err
-    assert "stopped by SIGTERM after step" in done.out  # the agent's own way of making room
+    assert "stopped after step" in done.out  # the agent's own way of making room
     assert [path.parent for path in tmp_path.rglob("metrics.jsonl")] == [metrics.parent]
     summary = runs.summary(metrics.parent)
     assert (summary["status"], summary["world_size"], summary["steps"]) == ("finished", 2, steps)
