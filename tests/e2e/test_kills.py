@@ -200,10 +200,10 @@ def look_from_outside(line, tally, zygote):
         assert newest >= line.newest, zygote.logs()
         line.newest = newest
     assert latest is not None or line.newest == 0, "once there was a checkpoint"
-    names = [path.name for path in folder.iterdir()]
-    hidden = (folders.SAVING, folders.REPLACED, folders.DELETING)
+    names, hidden = [path.name for path in folder.iterdir()], (folders.SAVING, folders.REPLACED, folders.DELETING)
     left = [name for name in names if name.startswith(hidden)]
-    assert set(names) - set(left) <= {*complete, "latest", ".latest.tmp", folders.LOCK, "zero_to_fp32.py"}, names
+    beside = {"latest", ".latest.tmp", "zero_to_fp32.py", ".zero_to_fp32.py.tmp", folders.LOCK}
+    assert set(names) - set(left) <= {*complete, *beside}, names
     # A kill between a commit and the removal of what is too old leaves one too many; the next save takes it along.
     assert len(complete) <= max(KEEP_LAST, line.complete) + 1
     line.complete = len(complete)
