@@ -26,27 +26,27 @@ def straight(rank, world, stage, until, changes):
     return result
 
 
-SAMPLE, SLOW = {(1, "bf16", 1), (2, "fp32", 1), (3, "bf16", 3)}, {(2, "fp16", 3), (1, "fp32", 3)}
+SAMPLE = {(1, "bf16", 1), (2, "fp32", 1), (3, "bf16", 3)}
 KINDS = [
-    pytest.param(*kind, marks=pytest.mark.slow if kind in SLOW else [] if kind in SAMPLE else pytest.mark.exhaustive)
+    pytest.param(*kind, marks=[] if kind in SAMPLE else pytest.mark.exhaustive)
     for kind in itertools.product((0, 1, 2, 3), ("bf16", "fp16", "fp32"), (1, 3))
 ]
 
 
 @pytest.mark.parametrize(("stage", "precision", "accumulation"), KINDS)
 @on_ranks()
-def test_ten_and_ten_steps_are_twenty(rank, world, tmp_path, stage, precision, accumulation):
+def test_five_and_five_steps_are_ten(rank, world, tmp_path, stage, precision, accumulation):
     changes = {"precision": precision, "gradient_accumulation_steps": accumulation}
     if precision == "fp16":
         # The scale doubles in the second stretch because of steps of the first.
-        changes["fp16"] = {"initial_scale_power": 10, "loss_scale_window": 7, "hysteresis": 1}
-    records, sha, _ = straight(rank, world, stage, 20, changes)
-    head, *saved = train_and_save(rank, world, tmp_path, stage, 10, changes)
-    loaded, tail, tail_sha, client = load_and_train(rank, world, tmp_path, stage, 20, changes)
+        changes["fp16"] = {"initial_scale_power": 10, "loss_scale_window": 4, "hysteresis": 1}
+    records, sha, _ = straight(rank, world, stage, 10, changes)
+    head, *saved = train_and_save(rank, world, tmp_path, stage, 5, changes)
+    loaded, tail, tail_sha, client = load_and_train(rank, world, tmp_path, stage, 10, changes)
     assert [*loaded] == saved, "what was loaded is what was saved"
     assert [*head, *tail] == records, "losses, norms, rates and scales"
     assert tail_sha == sha
-    assert client == {"until": 10}
+    assert client == {"until": 5}
     assert precision != "fp16" or len({record[5] for record in records}) > 1, "the loss scale has moved"
 
 

@@ -46,7 +46,7 @@ def settings(stage, keep, **changes):
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.exhaustive), "bf16"])
 @pytest.mark.parametrize("kind", ["plain", "checkpoint", "reentrant"])
 def test_same_bits(ranks, kind, precision):
-    for stage in (0, 2, 3):
+    for stage in (0, 3):
         plain, *kept = (settings(stage, on, precision=precision, chaos=seed) for on, seed in
                         ((False, None), (True, None), (True, 4)))  # fmt: skip
         _, (without, *reports) = check_same_bits(ranks, [(one, kind) for one in (plain, *kept)], 3)

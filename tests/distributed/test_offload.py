@@ -206,10 +206,10 @@ def test_order_of_events(rank, world):
     assert all(second < first for first, second in zip(up[1:], gathers, strict=False))
 
 
-PAIRS = (("plain", "memory"), ("memory", "plain"), ("plain", "files"), ("files", "memory"), ("files", "files"))
+PAIRS = (("memory", "plain"), ("plain", "files"), ("files", "memory"))
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 2)), 3])
 @on_ranks()
 def test_checkpoints_with_and_without(rank, world, stage, tmp_path):
     """Saved by one tier and loaded by another: the bits of a run that did not stop."""
@@ -219,7 +219,7 @@ def test_checkpoints_with_and_without(rank, world, stage, tmp_path):
         one, other = (tier(name, stage, tmp_path, {"plain": None}.get(name, 4), precision="bf16") for name in names)
         first = built(one)
         begun = go(first, rank, world, 0, 3)
-        first.save_checkpoint(tmp_path / str(number), asynchronous=number == 4)
+        first.save_checkpoint(tmp_path / str(number), asynchronous=number == 2)
         go(first, rank, world, 3, 4)  # a save in the background, while a step goes on
         first.destroy()
         second = built(other)
@@ -248,7 +248,7 @@ def look_inside(rank, world, case):
     return grad, doubled, master, moment, shown, engine.params_sha256()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
 @on_ranks()
 def test_looking_at_parts(rank, world, stage, tmp_path):
     """``safe_get_*`` and ``safe_set_*`` read and write what lies wherever."""
@@ -260,7 +260,7 @@ def test_looking_at_parts(rank, world, stage, tmp_path):
     assert torch.equal(without[1], without[0] * 2) and torch.equal(without[4], (without[2] + 1).bfloat16())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 @on_ranks()
 def test_writes_between_steps(rank, world, stage, tmp_path):
     """Masters and parameters follow what is written, and nothing that was read ahead is used after it."""
@@ -340,22 +340,21 @@ def test_frozen_weights(ranks, world, tmp_path):
     cases[-1][1]["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 0.0}
     plain = ranks.run(adapted, tier("plain", 3, tmp_path, **more), False, world_size=world)[0]
     frozen = sum(p.numel() for p in make_model().parameters() if p.dim() == 2)
-    for place, case in cases:
-        for init in (False, True):
-            *bits, memory = ranks.run(adapted, case, init, world_size=world)[0]
-            assert tuple(bits) == plain[:2]
-            assert memory[f"{place}_parameters"]["measured"] >= 2 * frozen / world
-            assert (memory["masters"]["measured"] > 0) == (case is cases[-1][1])
+    for number, (place, case) in enumerate(cases):
+        *bits, memory = ranks.run(adapted, case, number % 2 == 1, world_size=world)[0]
+        assert tuple(bits) == plain[:2]
+        assert memory[f"{place}_parameters"]["measured"] >= 2 * frozen / world
+        assert (memory["masters"]["measured"] > 0) == (case is cases[-1][1])
 
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 2))])
 def test_one_rank(ranks, stage):
     """Nothing is gathered that copies could hide behind."""
     more = {"precision": "bf16"}
-    cases = [settings(stage, **more)] + [settings(stage, 1.0, chaos=seed, **more) for seed in (None, 1, 2, 3)]
+    cases = [settings(stage, **more)] + [settings(stage, 1.0, chaos=seed, **more) for seed in (None, 1)]
     if stage == 3:
-        cases += [settings(3, 1.0, param=True, chaos=seed, **more) for seed in (None, 4, 5)]
-    check_same_bits(ranks, cases, 5, 1)
+        cases += [settings(3, 1.0, param=True, chaos=seed, **more) for seed in (None, 4)]
+    check_same_bits(ranks, cases, STEPS, 1)
 
 
 @pytest.mark.parametrize("offload", [{"delayed_update": True}, {"device": "nvme", "nvme_path": "."}], ids=str)

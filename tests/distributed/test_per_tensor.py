@@ -133,7 +133,7 @@ def check(ranks, world, cases, steps=3):
 CASES = [
     (world, precision, count) for world in (1, 2, 3, 4) for precision in ("fp32", "bf16", "fp16") for count in (1, 3)
 ]
-SAMPLE = {(2, "bf16", 1), (3, "fp32", 1), (4, "bf16", 3)}
+SAMPLE = {(2, "bf16", 3), (3, "fp32", 1)}
 
 
 @pytest.mark.parametrize(("world", "precision", "accumulation"), [
@@ -150,11 +150,11 @@ def test_stages_give_the_same_bits(ranks, world, precision, accumulation):
 def test_number_of_ranks_gives_the_same_bits(ranks):
     invariant = {"comm": {"reduce": "exact", "world_size_invariant": True}}
     found = []
-    for world in (1, 2, 3, 4):
-        one = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 12 // world}
+    for world in (1, 2, 3):
+        one = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 6 // world}
         cases = [{**settings(stage, precision="bf16"), **one, **invariant} for stage in (1, 3)]
         found.append(check(ranks, world, cases))
-    assert found == found[:1] * 4
+    assert found == found[:1] * 3
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -211,8 +211,7 @@ def initialised_in_pieces():
         return Matrices()
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("world", "accumulation"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.exhaustive)])
 def test_each_matrix_is_orthogonalised_once_a_step(ranks, world, accumulation):
     """Not once a micro-batch, not on every rank; with ``zero.Init``, and with the optimizer in host memory."""
     hashes = set()
@@ -246,7 +245,7 @@ ZEROS = {
     "mics": (3, {"mics_shard_size": 2}),
 }
 ROUNDED = {"qwz": (3, {"zero_quantized_weights": True}), "qgz": (2, {"zero_quantized_gradients": True})}
-FEW_ZEROS = {"overlap_param_gather", "sub_group_size", "offload all", "hpz", "persistent"}
+FEW_ZEROS = {"overlap_param_gather", "sub_group_size", "offload all", "hpz"}
 
 
 @pytest.mark.parametrize("name", [
@@ -254,9 +253,8 @@ FEW_ZEROS = {"overlap_param_gather", "sub_group_size", "offload all", "hpz", "pe
 ])  # fmt: skip
 def test_other_settings_change_no_bit(ranks, name):
     stage, zero = ZEROS[name]
-    for world, precision in ((2, "bf16"), (4, "fp32")):
-        cases = [settings(s, world, precision=precision, zero=z) for s, z in ((2, {}), (stage, zero))]
-        check(ranks, world, cases)
+    world = 4 if name in ("hpz", "mics") else 2
+    check(ranks, world, [settings(s, world, precision="bf16", zero=z) for s, z in ((2, {}), (stage, zero))])
 
 
 @pytest.mark.parametrize("name", ["qgz", pytest.param("qwz", marks=pytest.mark.exhaustive)])
@@ -281,10 +279,9 @@ def test_a_delayed_update_is_the_cpu_adams(rank, world):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_any_declared_optimizer(ranks, name):
-    for world in (1, 3):
-        cases = [settings(stage, world, optimizer=OTHERS[name]) for stage in (0, 1, 2, 3)]
-        cases.append(settings(2, world, optimizer=OTHERS[name], zero={"offload_optimizer": {"device": "cpu"}}))
-        check(ranks, world, cases)
+    cases = [settings(stage, 3, optimizer=OTHERS[name]) for stage in (0, 1, 2, 3)]
+    cases.append(settings(2, 3, optimizer=OTHERS[name], zero={"offload_optimizer": {"device": "cpu"}}))
+    check(ranks, 3, cases)
 
 
 @on_ranks(2)
@@ -359,12 +356,13 @@ PLACES = list(itertools.product((0, 1, 2, 3), (1, 2, 3, 4)))
     pytest.param(OTHERS["adafactor"], PLACES, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1500)]),
 ])  # fmt: skip
 def test_checkpoints_cross_stages_and_ranks(ranks, tmp_path, optimizer, places):
-    """What was saved is there again, bit by bit, and training goes on as it would have."""
+    """What was saved is there again, bit by bit, and training goes on; in a sample, from each place in one other."""
     for number, (stage, world) in enumerate(places):
         folder = tmp_path / str(number)
         given = settings(stage, world, optimizer, precision="bf16")
         saved, goes_on = ranks.run(save, folder, given, 2, world_size=world)[0]
-        for other_stage, other_world in places:
+        others = places if places is PLACES else [places[number - 1]]
+        for other_stage, other_world in others:
             given = settings(other_stage, other_world, optimizer, precision="bf16")
             loaded, said = ranks.run(load, folder, given, 2, world_size=other_world)[0]
             assert loaded == saved

@@ -75,7 +75,7 @@ def gradients(rank, world, stage, micro, accumulation):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize(("world", "micro", "accumulation"), [(2, 1, 4), (4, 1, 2), (1, 1, 8)])
+@pytest.mark.parametrize(("world", "micro", "accumulation"), [(2, 1, 4), (3, 1, 2), (1, 1, 8)])
 def test_gradients_against_double(ranks, stage, world, micro, accumulation):
     model = make_model().double()
     ids, labels = make_batch(0, micro * accumulation * world)
@@ -104,8 +104,7 @@ def losses_and_parameters(rank, world, stage, optimizer, steps):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+@pytest.mark.parametrize(("name", "stage"), [("SGD", 0), ("SGD", 1), ("SGD", 2), ("AdamW", 2)])
 def test_trajectory_against_plain_loop(ranks, name, stage, world):
     params = {"lr": 0.05} if name == "SGD" else {"lr": 1e-3, "weight_decay": 0.1}
     plain = make_model()

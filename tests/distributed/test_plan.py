@@ -103,8 +103,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("case", "world_size"),
     [
-        *((case, 2) for case in CASES),
-        ("stage 3", 3),
+        *((case, 3 if case == "stage 3" else 2) for case in CASES),
         *(pytest.param(case, 3, marks=pytest.mark.exhaustive) for case in ("stage 1", "stage 2")),
     ],
 )
@@ -196,7 +195,7 @@ def test_held_by_category_in_every_case(ranks, world_size):
     assert ranks.run(held, MORE, world_size=world_size) == [[]] * world_size
 
 
-@pytest.mark.parametrize("case", ["stage 1", "stage 2", "stage 3"])
+@pytest.mark.parametrize("case", [pytest.param("stage 1", marks=pytest.mark.exhaustive), "stage 2", "stage 3"])
 @on_ranks()
 def test_the_peak_with_activations_and_temporaries(rank, world_size, case):
     """The most that is alive in a step, rehearsed and real, counted by the same meter."""

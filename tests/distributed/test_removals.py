@@ -198,7 +198,7 @@ def test_noticed(removal, calm):
     assert (notices(REMOVALS[removal], calm) is None) == (removal in UNNOTICED), UNNOTICED.get(removal)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_offload_has_the_bits_of_a_run_without_on_a_gpu(stage):
     """Norms of sums that the CPU has added up are those that the device would have taken; nothing waits for it."""
     results = []

@@ -143,7 +143,7 @@ def test_the_sources_example_on_four_ranks_and_simulated(ranks):
     assert [result for _, result in answers] == [tensor.tolist() for tensor in tensors] == [AVERAGE] * 4
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_equal_to_the_real_collectives(ranks, world_size):
     answers = ranks.run(compare_with_real_collectives, world_size=world_size)
     assert answers == [len(SIZES) * len(DTYPES)] * world_size

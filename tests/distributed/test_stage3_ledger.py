@@ -114,9 +114,7 @@ def report(rank, world, zero, precision, accumulation=1):
     return engine.report(), coordinator.max_live_numel
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("world", "accumulation", "ahead"), [(2, 1, False), (3, 3, True), (4, 1, True), (4, 3, False)])
 def test_three_psi(ranks, world, accumulation, ahead):
     """Gathered twice, reduced once, less what is said: the last bucket is kept, the embedding is not needed twice."""
     share = accumulation * (world - 1) / world

@@ -201,6 +201,10 @@ def test_two_ranks(rank, world):
     assert found[0] == found[1] == found[2]
 
 
+MICS_BY_HAND = pytest.param({**MICS, **QWZ, "quantization": SHORT}, id="mics-qwz", marks=pytest.mark.exhaustive)
+HPZ_OFTEN = pytest.mark.parametrize("zero", [pytest.param(HPZ, id="hpz"), MICS_BY_HAND])
+
+
 @on_ranks()
 def test_a_write_to_quantised_values_is_refused(rank, world):
     engine = start(make_model(), stage=3, precision="bf16", zero={**QWZ, "quantization": SHORT})
@@ -218,7 +222,7 @@ def test_a_write_to_quantised_values_is_refused(rank, world):
     handle.remove()
 
 
-@pytest.mark.parametrize("zero", [HPZ, {**MICS, **QWZ, "quantization": SHORT}], ids=["hpz", "mics-qwz"])
+@HPZ_OFTEN
 @on_ranks(4)
 def test_checkpoint_in_the_middle(rank, world, tmp_path, zero):
     """Saved and loaded: the same bits as without; hpZ's second partition is not taken for the new values'."""
@@ -308,7 +312,7 @@ def test_evaluations_stay_inside_the_node(rank, world, zero):
     as_predicted(account)
 
 
-@pytest.mark.parametrize("zero", [HPZ, {**MICS, **QWZ, "quantization": SHORT}], ids=["hpz", "mics-qwz"])
+@HPZ_OFTEN
 @on_ranks(4)
 def test_the_account_after_a_load(rank, world, tmp_path, zero):
     """Frozen parameters and MiCS: what is kept is renewed by the load. Nothing is kept after the engine's end."""

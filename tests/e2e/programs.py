@@ -9,19 +9,21 @@ import threading
 import time
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from deepzero.comm import process_group  # noqa: E402
-from deepzero.comm.chaos import Chaos  # noqa: E402
-from deepzero.comm.collectives import Communicator  # noqa: E402
-from deepzero.comm.ledger import Ledger  # noqa: E402
-from deepzero.config.engine import ChaosConfig  # noqa: E402
 from deepzero.config.strict import ConfigError  # noqa: E402
 from deepzero.launch import launcher, rank_process  # noqa: E402
 from deepzero.launch.rank_process import on_stop_request  # noqa: E402
+
+if "RANK" in os.environ:  # the launcher's own process needs none of these, and an import of torch takes seconds
+    import torch
+
+    from deepzero.comm import process_group
+    from deepzero.comm.chaos import Chaos
+    from deepzero.comm.collectives import Communicator
+    from deepzero.comm.ledger import Ledger
+    from deepzero.config.engine import ChaosConfig
 
 
 def misbehave(how, folder):

@@ -144,19 +144,24 @@ def train(*overrides: str, cwd: Path, timeout: float = TIMEOUT_SECONDS, **enviro
     return finished([sys.executable, TRAIN, *overrides], cwd, timeout, PYTHONWARNINGS="error", **environment)
 
 
-def refused(*words: str, cwd: Path, file_bytes: int | None = None, **environment: str) -> Done:
+def refused(
+    *words: str, cwd: Path, file_bytes: int | None = None, out: str | None = None, **environment: str
+) -> Done:  # fmt: skip
     """As :func:`train`, for commands that start no rank: in a copy of a process that has imported torch already.
 
     Args:
         words: the command line.
         cwd: its folder.
         file_bytes: no file may grow above this, as on a full disk.
+        out: the file that is its standard output.
         environment: further variables.
     """
     context, began = ready_to_fork(), time.monotonic()
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     arguments = last_of_each_key([TRAIN, *words])
-    process = context.Process(target=_train, args=(arguments, cwd, environment, file_bytes, *(w for _, w in pipes)))
+    process = context.Process(
+        target=_train, args=(arguments, cwd, environment, file_bytes, out, *(w for _, w in pipes))
+    )
     process.start()
     texts = []
     for reader, writer in pipes:
@@ -170,11 +175,14 @@ def refused(*words: str, cwd: Path, file_bytes: int | None = None, **environment
 
 
 def _train(
-    arguments: list[str], cwd: Path, environment: dict[str, str], file_bytes: int | None, *pipes: Connection
-) -> None:
+    arguments: list[str], cwd: Path, environment: dict[str, str], file_bytes: int | None, out: str | None,
+    *pipes: Connection,
+) -> None:  # fmt: skip
     for number, pipe in enumerate(pipes, start=1):
         os.dup2(pipe.fileno(), number)
         pipe.close()
+    if out is not None:
+        os.dup2(os.open(out, os.O_WRONLY), 1)
     if file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     os.environ.update(environment)

@@ -44,11 +44,7 @@ def test_standard_output_on_a_full_disk(tiny, tmp_path):
 
 
 def test_help_on_a_full_disk(tmp_path):
-    with (
-        open("/dev/full", "w", encoding="utf-8") as full,
-        runs.started([sys.executable, runs.TRAIN, "--help"], tmp_path, stdout=full.fileno()) as command,
-    ):
-        done = command.wait()
+    done = runs.refused("--help", cwd=tmp_path, out="/dev/full")
     assert (done.status, done.err) == (2, "cannot write to standard output: No space left on device\n")
 
 

@@ -174,8 +174,7 @@ def test_what_is_advised_can_work(used, tiny, tmp_path):
 
 def test_what_is_refused_leaves_no_folder(tiny, tmp_path):
     (tmp_path / "kept").mkdir()
-    for words in ("hydra.run.dir=kept/a/b train.init_from=nowhere", "train.init_from=nowhere",
-                  "hydra.run.dir=kept/a zero.stage=7", "-m zero.stage=7,8",
+    for words in ("hydra.run.dir=kept/a/b train.init_from=nowhere", "zero.stage=7", "-m zero.stage=7,8",
                   "-m zero.stag=1,2 hydra.sweep.dir=kept/a"):  # fmt: skip
         first, *more = words.split()
         assert runs.refused(first, *tiny, *SHORT[:-1], *more, cwd=tmp_path).status == 2

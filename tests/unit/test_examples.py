@@ -1,7 +1,8 @@
 """The programs of the chapters print what the chapters quote, and refuse what they cannot do."""
 
+import contextlib
+import io
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import torch
 
 from deepzero.comm.ring import simulate
 from examples import one_number, ring, stage1_by_all_reduce, tables
-from tests.e2e import runs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,12 +19,6 @@ def quoted(page):
     """The text blocks of a chapter, as lists of lines."""
     blocks = re.findall(r"^```text\n(.*?)^```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.M | re.S)
     return [block.splitlines() for block in blocks]
-
-
-def run(*command):
-    """A program's exit status and what it printed."""
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=110)
-    return done.returncode, done.stdout + runs.told_everywhere(done.stderr)
 
 
 def stands_in(block, printed):
@@ -80,10 +74,16 @@ def test_the_tables_are_quoted():
     assert [stands_in(block, printed) for block in blocks] == [True] * 7
 
 
-def test_stage_1_by_all_reduce_is_quoted():
-    code, text = run("examples/stage1_by_all_reduce.py")
-    assert code == 0, text
-    assert text.splitlines() in quoted("stage1.md")
+def one_rank_tells(rank, world):
+    """What a rank of the example prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        stage1_by_all_reduce.program()
+    return out.getvalue().splitlines()
+
+
+def test_stage_1_by_all_reduce_is_quoted(ranks):
+    told, *others = ranks.run(one_rank_tells, world_size=4, process_group=False)
+    assert told in quoted("stage1.md") and others == [[]] * 3
 
 
 def test_odd_arguments_are_named_and_refused(capsys, monkeypatch):
@@ -96,6 +96,7 @@ def test_odd_arguments_are_named_and_refused(capsys, monkeypatch):
         assert arguments[-1] in capsys.readouterr().err
 
 
-def test_the_command_of_the_chapter():
-    code, text = run("examples/one_number.py", "--steps", "0")
-    assert (code, text.splitlines()) == (0, list(one_number.one_weight(1e-4)))
+def test_the_command_of_the_chapter(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["one_number.py", "--steps", "0"])
+    assert one_number.main() == 0
+    assert capsys.readouterr().out.splitlines() == list(one_number.one_weight(1e-4))

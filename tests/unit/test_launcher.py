@@ -132,7 +132,7 @@ def test_the_launch_lies_where_tmpdir_says(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     before = set(os.listdir("/dev/fd"))
-    launch(__file__, "meet_under", (str(tmp_path),), nproc=2, environment={})
+    launch(__file__, "meet_under", (str(tmp_path),), nproc=1, environment={})
     assert list(tmp_path.iterdir()) == [] and set(os.listdir("/dev/fd")) == before
 
 
