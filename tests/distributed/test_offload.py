@@ -113,7 +113,7 @@ def test_same_bits(ranks, stage, world, accumulation):
     check_same(ranks, cases, world)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_same_bits_on_four_ranks(ranks):
     """A sample of the above."""
     more = {"precision": "bf16", "gradient_accumulation_steps": 3}
@@ -473,7 +473,7 @@ def cut_and_trained(rank, world, remote, case):
     return losses, sha, asked
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_model_that_was_cut_while_it_was_made(ranks, world):
     """The same bits wherever the parts waited, with and without offload; the kernel is chosen for fp32 masters."""
     plain = ranks.run(cut_and_trained, None, cut_settings(False, "CPUAdam"), world_size=world)[0]

@@ -188,9 +188,8 @@ def test_held_by_category_at_three_ranks(ranks):
     assert ranks.run(held, cases, world_size=3) == [[]] * 3
 
 
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_held_by_category_in_every_case(ranks, world_size):
     assert ranks.run(held, MORE, world_size=world_size) == [[]] * world_size
 

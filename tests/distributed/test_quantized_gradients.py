@@ -45,13 +45,13 @@ def made(settings, seed=0):
 def test_same_bits_with_overlap_chaos_and_offload(ranks):
     offload = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
     variants = [settings_of(2, quantized=False)]
-    for stage in (1, 2, 3):
+    for stage in (2, 3):
         variants += [
             settings_of(stage, feedback=True),
             settings_of(stage, feedback=True, overlap=True, chaos=stage, zero=offload if stage == 2 else {}),
         ]
     (exact, _, _), *found = [bits for bits, _ in ranks.run(train_each, variants, 10, world_size=4)[0]]
-    for stage, calm, busy in zip((1, 2, 3), found[::2], found[1::2], strict=True):
+    for stage, calm, busy in zip((2, 3), found[::2], found[1::2], strict=True):
         assert calm == busy, f"stage {stage}"
         # Four bits: a little noise, and the same way down.
         assert exact[-1] < exact[0] - 0.2 and exact != calm[0]

@@ -30,7 +30,7 @@ def test_training_goes_on_without_its_loggers(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_standard_output_on_a_full_disk(tiny, tmp_path):
-    words = [sys.executable, runs.TRAIN, *tiny, "train.steps=2", "hydra.run.dir=run"]
+    words = [sys.executable, runs.TRAIN, *tiny, "train.steps=2", "hydra.run.dir=run", "launch.nproc=1"]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "error.txt").touch()  # that it is replaced is said, too
     with (

@@ -232,12 +232,12 @@ THREE = ((2, "bf16"), (2, "fp32"), (1, "bf16"))
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(
-    "count", [pytest.param(3, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.exhaustive)]
-)
-def test_kills_with_states_in_files(zygote, count):
+@pytest.mark.parametrize(("lines", "count"), [
+    pytest.param(THREE[:1], 3, marks=pytest.mark.slow), pytest.param(THREE[:2], 50, marks=pytest.mark.exhaustive)
+], ids=["three", "fifty"])  # fmt: skip
+def test_kills_with_states_in_files(zygote, lines, count):
     """What was saved is there as ever, and of the files nothing."""
-    kills(zygote, [make_line(zygote, *place, 60, in_files=True) for place in THREE[:2]], count, 3)
+    kills(zygote, [make_line(zygote, *place, 60, in_files=True) for place in lines], count, 3)
 
 
 @pytest.mark.timeout(1500)

@@ -13,7 +13,7 @@ from tests.e2e import runs
 from tests.e2e.runs import SOON, TORCHRUN
 
 Reference = Callable[..., Path]
-STEPS = 100
+STEPS = 70
 LONG = [
     f"train.steps={STEPS}", "train.eval_every=40", "train.save_every=6", "gradient_accumulation_steps=3",
     "model.dropout=0.1", "train.sample_tokens=0", "train.log_every=50", "hydra.run.dir=run",

@@ -9,7 +9,10 @@ from tests.e2e import runs
 from tests.e2e.runs import SOON, TORCHRUN
 from tests.e2e.test_resume import checkpoints, far_enough, training
 
-SHORT = ["train.steps=4", "train.save_every=2", "train.eval_every=0", "train.sample_tokens=0", "hydra.run.dir=run"]
+SHORT = [
+    "train.steps=4", "train.save_every=2", "train.eval_every=0", "train.sample_tokens=0", "launch.nproc=1",
+    "hydra.run.dir=run",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,7 @@ def test_the_newest_checkpoint_is_damaged(used, tiny, tmp_path):
     """By a bit, which ranks find, or cut, which is found before any starts: it is said what goes on instead."""
     shutil.copytree(used, tmp_path, dirs_exist_ok=True)
     folder, words = tmp_path / "run" / "checkpoints", [*tiny, *SHORT, "launch.max_restarts=3"]
-    shard, way_out = folder / "step_00000004" / "rank-00001-of-00002.safetensors", f"{folder}/step_00000002"
+    shard, way_out = folder / "step_00000004" / "rank-00000-of-00001.safetensors", f"{folder}/step_00000002"
     content = bytearray(shard.read_bytes())
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # only a rank that reads it all can tell
     ends = [runs.train(*words, "train.steps=6", cwd=tmp_path)]
@@ -191,5 +194,6 @@ def test_a_part_of_a_sweep_that_is_refused(tiny, tmp_path):
 @pytest.mark.exhaustive
 def test_what_torchrun_starts_and_is_refused_leaves_no_folder(tiny, tmp_path):
     for override in ("train.init_from=nowhere", "zero.stage=7"):
-        assert runs.finished(training(*tiny, *SHORT, override, by=TORCHRUN), tmp_path).status == 1
+        words = [*tiny, *SHORT, "launch.nproc=null", override]
+        assert runs.finished(training(*words, by=TORCHRUN), tmp_path).status == 1
         assert list(tmp_path.iterdir()) == []

@@ -201,7 +201,7 @@ def test_a_page_never_replaces_another(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_failing_rank_is_named_with_its_own_error(tmp_path):
-    found = run_variant(by_name("ddp"), Variant("broken", "", {"modus": "bf16"}), plan(tmp_path), "test")
+    found = run_variant(by_name("ddp"), Variant("broken", "", {"modus": "bf16"}), plan(tmp_path, ranks=1), "test")
     assert found.error is not None
     assert "ended with 1" in found.error and "KeyError: 'mode'" in found.error
     s9 = Variant("s9", "", {"zero": {"stage": 9}})
@@ -382,7 +382,7 @@ def test_tables_compare_with_deepspeed_and_judge_losses():
     assert "75%" not in offload.pipeline_table(offload.measured(rows)), "it is the last round's"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_quick_run_of_the_largest_model(tmp_path, capsys):
     """Built by zero.Init on the host, stage 3, all of it offloaded: the arena has the size of the closed form."""
     assert offload.main(["--quick", "--parts", "largest", "--out", str(tmp_path)]) == 0
@@ -469,8 +469,10 @@ def test_a_link_carries_one_launch_after_the_other(monkeypatch):
     [
         (["--speeds", "1", "0", "--contenders", "deepzero2:gather"],
          ["deepzero2 gather 1 Gb/s", "deepzero2 gather memory"]),
-        (["--speeds", "0", "--contenders", "deepzero2-offload"], ["deepzero2-offload host memory"]),
-        (["--speeds", "1", "--contenders", "zeropp:all", "--between-nodes"], ["all not throttled", "all 1 Gb/s"]),
+        pytest.param(["--speeds", "0", "--contenders", "deepzero2-offload"], ["deepzero2-offload host memory"],
+                     marks=pytest.mark.exhaustive),
+        pytest.param(["--speeds", "1", "--contenders", "zeropp:all", "--between-nodes"],
+                     ["all not throttled", "all 1 Gb/s"], marks=pytest.mark.exhaustive),
     ],
     ids=["throttled", "beside a simulation", "between nodes"],
 )  # fmt: skip
