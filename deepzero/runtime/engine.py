@@ -367,7 +367,7 @@ class Engine(nn.Module):
             raise NonFiniteError(
                 f"step {self.global_steps + 1}: {what}, in {state.bad_losses} optimizer steps in a row, and no smaller "
                 f"scale helps. Parameters and states are those of step {self.global_steps + 1 - state.bad_losses}. "
-                "Look at the data and the first weights, lower the learning rate, or leave fp16 for bf16's range"
+                "Look at the data and the first weights, lower the learning rate; bf16 reaches further than fp16"
             )
         if agreement.finite or self.config.precision.skips_overflow:
             return
