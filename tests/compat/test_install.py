@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from deepzero.compat import STAND_IN
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +59,7 @@ def test_every_name_of_the_table_has_its_home():
     assert run("-c", EVERY_NAME).stderr == ""
 
 
+@pytest.mark.slow
 def test_a_script_and_what_it_starts(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -23,6 +23,7 @@ TABLE = {
 GONE = "m: gone is not there, and no row says why"
 
 
+@pytest.mark.slow
 def test_each_name_is_what_the_page_says():
     """The command tries all of them, in a process of its own, as the hook that it installs stays."""
     command = [sys.executable, "-m", "tools.deepspeed_surface"]

@@ -88,11 +88,11 @@ def moves_over(rank, world, folder, name, tag, stage):
 
 
 @pytest.mark.parametrize("name,tag,stage,world", [
-    ("stage1-fp32", "own", 2, 1),
+    pytest.param("stage1-fp32", "own", 2, 1, marks=pytest.mark.exhaustive),
     ("stage1-fp32", "universal", 3, 2),
     ("stage2-bf16", "own", 1, 3),
-    ("stage2-bf16", "own", 3, 2),
-    ("stage3-fp16", "own", 0, 2),
+    pytest.param("stage2-bf16", "own", 3, 2, marks=pytest.mark.exhaustive),
+    pytest.param("stage3-fp16", "own", 0, 2, marks=pytest.mark.exhaustive),
     ("stage3-fp16", "own", 3, 3),
     ("stage3-fp16", "universal", 2, 2),
 ])  # fmt: skip

@@ -121,10 +121,7 @@ def test_same_bits_on_four_ranks(ranks):
     check_same(ranks, [*cases, settings(2, 0.5, chaos=4, **more)], 4)
 
 
-ONE_AND_THREE = [pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 3)]
-
-
-@pytest.mark.parametrize("stage", [2, *ONE_AND_THREE])
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 3))])
 def test_same_bits_in_fp32_and_fp16(ranks, stage):
     """fp32 parameters are their own masters where both are on one side; fp16 has a loss scale and overflows."""
     for more in ({"precision": "fp32"}, {"precision": "fp16", "fp16": {"initial_scale_power": 18, "hysteresis": 1}}):

@@ -68,6 +68,7 @@ def test_settings_that_cannot_be_walked():
             walk.settings(options.overrides, options.parameter, options.step)
 
 
+@pytest.mark.slow
 def test_the_command(capfd):
     assert walk.main(["zero.stage=1", "--parameter", "norm.weight", "zero.reduce_bucket_size=100000"]) == 0
     assert "6 publish" in capfd.readouterr().out

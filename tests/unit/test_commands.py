@@ -233,8 +233,9 @@ def test_the_tour(clone):
 # ---- a reader that has seen enough -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [["-m", "tools.measure_house"], pytest.param(["train.py", "--help"], marks=pytest.mark.slow)]
+    "words", [["-m", "tools.measure_house"], pytest.param(["train.py", "--help"], marks=pytest.mark.exhaustive)]
 )
 def test_a_closed_pipe_ends_a_program_quietly(words):
     read, write = os.pipe()
