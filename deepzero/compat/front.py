@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,13 +29,12 @@ from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.runtime import initialize as door
 from deepzero.runtime.build import Dtypes
 from deepzero.runtime.consistency import TrainedParameters
+from deepzero.runtime.muon import Muon
 from deepzero.runtime.zero.partitioned_bucket import ZeroParamStatus
-from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.utils.errors import MisuseError
 
-TESTED = (torch.optim.Adam, torch.optim.AdamW, CPUAdam)
+TESTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, CPUAdam, Muon)
 """Optimizers that ``"zero_allow_untested_optimizer": false`` lets pass; where it is left out, all are tried."""
-TRIED = "leave the key out, and deepzero finds out by itself whether an optimizer can be sharded"
 
 
 @functools.wraps(door.initialize)
@@ -46,13 +46,8 @@ def initialize(*given: Any, **named: Any) -> Any:
         settings = load_engine_config(config := door.given_config(**arguments))
     except ConfigError:  # initialize says so on every rank
         return door.initialize(*given, **named)
-    optimizer, says = call.get("optimizer"), {} if isinstance(config, EngineConfig) else read_mapping(config or {})
-    theirs = type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) and settings.zero.stage else CPUAdam
-    if theirs not in TESTED and says.get("zero_allow_untested_optimizer") is False:
-        raise ConfigError(f"zero_allow_untested_optimizer=false: DeepSpeed has not tested {theirs.__name__}; {TRIED}")
-    offloads = settings.zero.offload_optimizer.device != "none"
-    if offloads and not issubclass(theirs, CPUAdam) and says.get("zero_force_ds_cpu_optimizer") is True:
-        raise SlowOptimizer(f"zero_force_ds_cpu_optimizer=true: {theirs.__name__} is no DeepSpeedCPUAdam; {TRIED}")
+    if settings.zero.stage and isinstance(optimizer := call.get("optimizer"), torch.optim.Optimizer):
+        _refuse_where_asked(optimizer, settings, {} if isinstance(config, EngineConfig) else read_mapping(config or {}))
     for param in getattr(call.get("model"), "parameters", tuple)():  # what is no module is refused on every rank
         if param.is_floating_point() and not is_zero_param(param):
             param.data.copy_(param.data.to(Dtypes.of(settings).compute))
@@ -61,19 +56,24 @@ def initialize(*given: Any, **named: Any) -> Any:
     return made
 
 
+def _refuse_where_asked(optimizer: torch.optim.Optimizer, settings: EngineConfig, says: Mapping[str, Any]) -> None:
+    """Raise for an optimizer object that DeepSpeed refuses by default, where the config spells that default out."""
+    name, offloads = type(optimizer).__name__, settings.zero.offload_optimizer.device != "none"
+    if offloads and says.get("zero_force_ds_cpu_optimizer") is True and not isinstance(optimizer, CPUAdam):
+        raise SlowOptimizer(f"zero_force_ds_cpu_optimizer=true: {name} is no DeepSpeedCPUAdam; with false it will do")
+    if says.get("zero_allow_untested_optimizer") is False and type(optimizer) not in TESTED:
+        raise ConfigError(
+            f"zero_allow_untested_optimizer=false: {name} is none of those that DeepSpeed has tested; leave the key "
+            "out, and deepzero finds out by itself whether an optimizer can be sharded"
+        )
+
+
 class SlowOptimizer(CheckpointError, ConfigError):
     """DeepSpeed raises its ``ZeRORuntimeException`` here, whose place a ``CheckpointError`` takes (import_paths.py)."""
 
 
 class EngineInPlace(DeepSpeedEngine):
     """The engine of this ``initialize``."""
-
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """As the engine's own; then no parameter shows values, though the step releases the last buckets."""
-        divided = super().backward(loss, retain_graph, scale_wrt_gas)
-        if isinstance(self.zero.stage, ZeroStage3):
-            self.zero.stage.coordinator.hide_all()
-        return divided
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """As the engine's own, with DeepSpeed's words for what is no loss."""

@@ -136,9 +136,9 @@ def _assign(view: PartitionView, values: torch.Tensor) -> None:
     param, plain = view._param, view._plain
     if isinstance(param, PersistentParameter) or param._zero.placed()[0].status is not ZeroParamStatus.NOT_AVAILABLE:
         raise RuntimeError(
-            f"an assignment to ds_tensor.data of parameter {param._zero.name!r}, which is whole on this rank or on its "
-            "way to it (zero.overlap_param_gather), would leave the ranks with different values; write inside "
-            "GatheredParameters(param, modifier_rank=0)"
+            f"an assignment to ds_tensor.data of parameter {param._zero.name!r}, which is whole on this rank (from its "
+            "fetch to engine.step) or on its way to it, would leave the ranks with different values; write after the "
+            "step, or inside GatheredParameters(param, modifier_rank=0)"
         )
     values, (bucket, _) = values.reshape(view.shape), param._zero.placed()
     with bucket.owner.writing(param) if bucket.owner is not None else nullcontext():

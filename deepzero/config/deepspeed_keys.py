@@ -24,8 +24,8 @@ _ZERO_SATISFIED: _Rules = {
     "use_multi_rank_bucket_allreduce": (_ON_OR_OFF, "a bucket always goes to all of its owners"),
 }
 SATISFIED: _Rules = {
-    "zero_allow_untested_optimizer": (_OFF_OR_ON, "every optimizer is tested, by experiment"),
-    "zero_force_ds_cpu_optimizer": (_ON_OR_OFF, "the CPU steps with any elementwise optimizer"),
+    "zero_allow_untested_optimizer": (_OFF_OR_ON, "each is tried; false refuses in DeepSpeed's place alone"),
+    "zero_force_ds_cpu_optimizer": (_ON_OR_OFF, "any elementwise one will do; true refuses in DeepSpeed's place"),
     "gradient_allreduce_op": (("mean",), "a gradient is the mean over ranks; multiply the loss for a sum"),
     "managed_gradient_accumulation": ((True,), "see set_gradient_accumulation_boundary"),
     "disable_allgather": (_NO, "parameters are published by all-gather"),

@@ -365,9 +365,9 @@ class Engine(nn.Module):
             losses = ", ".join(f"{value} on rank {rank}" for rank, value in agreement.bad_losses)
             what = f"the loss is not finite ({losses})" if losses else "gradients are not finite"
             raise NonFiniteError(
-                f"step {self.global_steps + 1}: {what}, in {state.bad_losses} optimizer steps in a row, and no smaller "
-                f"scale helps. Parameters and states are those of step {self.global_steps + 1 - state.bad_losses}. "
-                "Look at the data and the first weights, lower the learning rate; bf16 reaches further than fp16"
+                f"step {self.global_steps + 1}: {what}, in {state.bad_losses} optimizer steps in a row. Parameters and "
+                f"states are those of step {self.global_steps + 1 - state.bad_losses}. Look at the data and the first "
+                f"weights, lower the learning rate{', leave fp16' if self.config.precision.dtype == 'fp16' else ''}"
             )
         if agreement.finite or self.config.precision.skips_overflow:
             return

@@ -16,7 +16,7 @@ from deepzero.compat import zero_to_fp32
 from deepzero.utils import safe_get_full_fp32_param
 from deepzero.zero import GatheredParameters, OffloadStateTypeEnum, ZeroParamStatus
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import WHOLE, config, make_model, one_step, start
+from tests.distributed.training import WHOLE, config, is_gathered, make_model, one_step, start
 
 AUTO = {
     **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto"),
@@ -44,7 +44,7 @@ def test_verbs_on_a_parameter(rank, world):
         assert all(p.ds_status is ZeroParamStatus.AVAILABLE for p in params)
         assert torch.isfinite(layer.weight).all() and layer.weight.ds_summary()["status"] == "AVAILABLE"
         layer.weight.partition(params, 1)
-        assert layer.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        assert layer.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and not is_gathered(layer.weight)
         layer.weight.all_gather()
         with torch.no_grad():
             layer.weight.fill_(rank + 2.0)
@@ -56,7 +56,7 @@ def test_verbs_on_a_parameter(rank, world):
             layer.weight.add_(0.0)
         with pytest.raises(RuntimeError, match="in-place modification"):
             layer.weight.partition()
-        assert layer.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and zero.is_zero_param(layer.weight)
+        assert not is_gathered(layer.weight) and zero.is_zero_param(layer.weight)
     with pytest.raises(RuntimeError, match="would leave the ranks with different values"):
         late.bias.ds_tensor.data = late.bias.ds_tensor
     for layer in (early, late):  # an assignment is a write into the partition

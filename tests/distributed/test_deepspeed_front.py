@@ -18,6 +18,7 @@ from deepzero.comm import process_group
 from deepzero.compat import front
 from deepzero.compat.engine_getters import GETTERS, NOT_HERE
 from deepzero.compat.optimizer_names import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
+from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.utils import safe_get_full_fp32_param
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import (
@@ -192,18 +193,28 @@ def test_in_deepspeeds_place(rank, world, stage):
         for _ in range(2):  # also of two passes in one step
             engine.backward(engine(*micro_batch))
             assert stage < 3 or all(param.ds_status.name == "NOT_AVAILABLE" for param in model.parameters())
+            if stage == 3:  # hidden, and gathered until the step
+                with pytest.raises(RuntimeError, match="whole on this rank"):
+                    frozen.ds_tensor.data = frozen.ds_tensor
         engine.step()
     assert engine.was_step_applied() and not frozen.requires_grad
     as_predicted({kind: told for kind, told in engine.report()["communication"].items() if "parameters" in kind})
     with pytest.raises(AssertionError, match="scalar tensor"):
         engine.scale(torch.ones(2, requires_grad=True) * 2)
     engine.destroy()
-    host = settings["zero_optimization"] | {"offload_optimizer": {"device": "cpu"}}
-    for asked in ({}, {"zero_allow_untested_optimizer": False},
-                  {"zero_force_ds_cpu_optimizer": True, "zero_optimization": host} if stage else {}):  # fmt: skip
-        optimizer = torch.optim.SGD((model := make_model()).parameters(), lr=0.1)
-        with pytest.raises(AssertionError, match=f"{next(iter(asked))}.*SGD") if stage and asked else nullcontext():
-            front.initialize(model=model, optimizer=optimizer, config=settings | asked)[0].destroy()
+    host = {"zero_optimization": settings["zero_optimization"] | {"offload_optimizer": {"device": "cpu"}}}
+    untested, forced = "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"
+    sgd, refused = torch.optim.SGD, deepzero.ConfigError
+    cases = [(sgd, {}, None), (sgd, {untested: True}, None), (torch.optim.Adagrad, {untested: False}, None)]
+    cases += [(sgd, {untested: False}, refused)]
+    if stage:
+        cases += [(sgd, {forced: True, untested: False} | host, deepzero.CheckpointError)]
+        cases += [(sgd, {forced: False} | host, None), (CPUAdam, {forced: True} | host, None)]
+    for kind, asked, error in cases:
+        model = make_model()
+        with pytest.raises(error, match=f"{next(iter(asked))}.*SGD") if stage and error else nullcontext():
+            made = front.initialize(model=model, optimizer=kind(model.parameters(), lr=0.1), config=settings | asked)
+            made[0].destroy()
 
 
 @pytest.mark.parametrize("stage", [1, 2])

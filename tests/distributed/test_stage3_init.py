@@ -12,7 +12,7 @@ from deepzero.comm import process_group
 from deepzero.runtime.zero import partition_parameters
 from deepzero.zero import GatheredParameters, Init, PartitionedUseError, ZeroParamStatus
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import WHOLE, TinyModel, config, log_lines, make_model, one_step, start
+from tests.distributed.training import WHOLE, TinyModel, config, is_gathered, log_lines, make_model, one_step, start
 
 
 class PostInit(TinyModel):
@@ -50,7 +50,7 @@ def test_values_are_those_of_the_whole_model(rank, world, kind):
     torch.manual_seed(1)
     with Init():
         model = classes[kind]()
-    assert all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in model.parameters())
+    assert not any(is_gathered(p) for p in model.parameters())
     assert sum(p.ds_tensor.numel() for p in model.parameters()) < 0.8 * sum(p.numel() for p in model.parameters())
     got = values_of(model)
     assert got.keys() == expected.keys()
@@ -140,7 +140,7 @@ def test_an_operation_that_raises_leaves_nothing_gathered(rank, world):
     """Nothing stays gathered after an operation that raises, though its traceback holds views."""
 
     def whole():
-        return [layer for layer in layers if layer.weight.ds_status is not ZeroParamStatus.NOT_AVAILABLE]
+        return [layer for layer in layers if is_gathered(layer.weight)]
 
     layers = []
     with Init() as first:
@@ -219,7 +219,7 @@ def test_skip_init(rank, world):
             large = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5))
         layers += list(large.to_empty(device="cpu"))
         for layer in layers:
-            assert all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in layer.parameters())
+            assert not any(is_gathered(p) for p in layer.parameters())
             nn.init.ones_(layer.bias)
     assert nn.Module.to_empty is to_empty
     assert type(nn.utils.skip_init(nn.Linear, 6, 4).weight) is nn.Parameter
@@ -245,7 +245,7 @@ def test_parameters_that_stay_whole(rank, world):
     assert frozen.ds_shape == (24,) and frozen.ds_numel == 24 and torch.equal(frozen.ds_tensor, frozen)
     for some in ([cut, None], (None,), None):  # a layer without bias
         with GatheredParameters(some):
-            assert cut.ds_status is (ZeroParamStatus.AVAILABLE if some and cut is some[0] else ZeroParamStatus(1))
+            assert is_gathered(cut) == (cut.ds_status is ZeroParamStatus.AVAILABLE) == bool(some and cut is some[0])
     with pytest.raises(TypeError, match="got a str"):
         GatheredParameters([cut, "bias"])
     state = engine.module_state_dict()
@@ -340,7 +340,7 @@ def test_use_and_writes_without_gathering_are_refused(rank, world):
         weight.data[:] = 1.0
     with pytest.raises(PartitionedUseError, match="would be lost"), GatheredParameters(weight), torch.no_grad():
         weight.add_(1.0)
-    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and not is_gathered(weight)
     one_step(engine, rank, world)
 
 

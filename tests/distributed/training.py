@@ -224,6 +224,11 @@ def check_alike(value: Any) -> None:
     assert everyone == [value] * len(everyone)
 
 
+def is_gathered(param: nn.Parameter) -> bool:
+    """Whether the bucket of a partitioned parameter is on this rank, or on its way, shown or not."""
+    return param._zero.placed()[0].status is not deepzero.zero.ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+
+
 def as_predicted(communication: dict[str, Any]) -> None:
     """Every kind of communication was counted as it was predicted."""
     for kind, counts in communication.items():

@@ -106,7 +106,7 @@ class UnreducedGradients:
             return
         if grad.requires_grad:  # with create_graph=True it would keep its graph alive
             grad = grad.detach()
-        param.grad = None  # the parameter lets go; the tensor waits, and is freed when it is laid into a bucket
+        param.grad = None  # the parameter lets go; the tensor is freed once copied, by ``fill`` at the latest
         g, slot = self._slot_of[param]
         flat, waiting = (None, self._later) if again else (self.flat[g], self._waiting)
         if flat is None and param not in waiting:  # most gradients, and nothing more is done for them

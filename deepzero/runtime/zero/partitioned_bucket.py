@@ -33,7 +33,7 @@ INIT_KEY = -1
 
 
 class ZeroParamStatus(Enum):
-    """What of a parameter is on this rank. See [Note: a partitioned parameter]."""
+    """What of a bucket is on this rank. See [Note: a partitioned parameter], also for ``param.ds_status``."""
 
     NOT_AVAILABLE = 1
     """This rank's shard. Leaves by ``launch``."""

@@ -269,7 +269,7 @@ class PartitionedParameterCoordinator:
         # A use on demand that the plan does not have may need room that the plan did not leave.
         limit = self._recording_numel if planned is None else self.limits.live_numel
         total = self.live_numel + sum(self.numels[key] for key in keys if key not in self.live)
-        for key in [key for key in self.live if key not in keys]:
+        for key in [key for key in self.live if key not in keys] if total > limit else ():
             if total <= limit:
                 break
             total -= self.numels[key]

@@ -428,7 +428,7 @@ class ZeroStage1And2:
     # ``OptimizerShard.step`` (optimizer_shard.py), the same in every stage: ``_unscale_and_step`` divides grad_S's
     # fragments (``unscale_and_clip_grads``, if the optimizer's kernel does not), then steps on their masters, the
     # fragments of ``single_partition_of_fp32_groups``. DeepSpeed's step begins with ``free_grad_in_param_list``, for
-    # gradients of other ranks' partitions; here every gradient was freed when it was laid into its bucket.
+    # gradients of other ranks' partitions; here every gradient was freed when it was copied into its bucket.
 
     def uploaded(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
         """5, on the host: this rank's part of a bucket of ``gradients.groups[group]`` is new, or on its way."""
