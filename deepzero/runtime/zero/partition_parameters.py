@@ -18,10 +18,10 @@
 
     ``param.shape`` is the logical shape in every state, ``param.ds_status`` AVAILABLE only while the parameter shows
     its values, and so says its *class*: :class:`ZeroParameter` when it is a view of them, :class:`PartitionedParameter`
-    when not. Torch calls ``PartitionedParameter.__torch_function__`` for whatever is done with such a parameter. Looking
-    at shape, dtype or gradient is answered. A use of the values inside a forward or backward pass gathers them first: a
-    parameter that is used outside its module is found in this way, without registration (which lets it come earlier:
-    ``register_external_parameter`` in ``module_registry.py``). Anything else raises and says what to do.
+    when not. Torch calls ``PartitionedParameter.__torch_function__`` for whatever is done with such a parameter. What
+    asks for shape, dtype or gradient is answered. A use of the values inside a forward or backward pass gathers them
+    first: a parameter that is used outside its module is found in this way, without registration (which lets it come
+    earlier: ``register_external_parameter`` in ``module_registry.py``). Anything else raises and says what to do.
 
 Sources: ``Init``, ``_partition_param``, ``GatheredParameters``, ``ZeroParamStatus`` and the ``ds_*`` names in
 ``partition_parameters.py`` of [DeepSpeed]; ``_all_gather_params`` in [stage-3 guide]; P_os+g+p in [ZeRO], section 5.3.
