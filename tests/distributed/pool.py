@@ -39,6 +39,7 @@ import faulthandler
 import functools
 import gc
 import inspect
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
@@ -138,6 +139,14 @@ class RankPool:
     def pids(self):
         """Process ids of all ranks that are alive."""
         return [p.pid for pool in self._pools.values() for p in pool.processes if p.is_alive() and p.pid]
+
+
+def sampled(often, *axes, slow=()):
+    """Return all combinations of the axes as parameters: those of neither ``often`` nor ``slow`` are exhaustive."""
+    cases = dict.fromkeys(itertools.product(*axes), pytest.mark.exhaustive)
+    assert {*often, *slow} <= cases.keys()
+    cases |= {**dict.fromkeys(often, ()), **dict.fromkeys(slow, pytest.mark.slow)}
+    return [pytest.param(*case, marks=marks) for case, marks in cases.items()]
 
 
 def on_ranks(world_size=2, **options):

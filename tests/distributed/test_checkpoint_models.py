@@ -192,7 +192,7 @@ RESUMED = [
     # Three ranks are more than some of the parameters have elements.
     *some([("special", stage, 3) for stage in (0, 3, 1, 2)], 2),
     *some([("normed", stage, 2) for stage in (3, 0)], 1),
-    *some([(what, 3, 2) for what in ("init", "groups", "ASGD", "no group", "SGD, dampening")], 2),
+    *some([(what, 3, 2) for what in ("init", "groups", "ASGD", "no group", "SGD, dampening")], 3),
 ]
 
 

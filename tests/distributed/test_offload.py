@@ -3,7 +3,6 @@
 Also for frozen weights, one rank, state that is made late, ``zero.Init``, and exceptions half-way.
 """
 
-import itertools
 from unittest import mock
 
 import pytest
@@ -24,7 +23,7 @@ from deepzero.utils import (
     safe_set_full_grad,
 )
 from deepzero.zero import Init
-from tests.distributed.pool import on_ranks
+from tests.distributed.pool import on_ranks, sampled
 from tests.distributed.training import (
     as_predicted,
     built,
@@ -90,15 +89,8 @@ def check_account(report, label, elsewhere=("gathered", "activations")):
             assert entry["measured"] == pytest.approx(entry["predicted"], rel=0.01), (label, category)
 
 
-def marked(stage, world, accumulation):
-    """One of each stage often, in all of what there is."""
-    some = {(2, 2, 3): [], (3, 2, 1): [pytest.mark.slow], (1, 2, 1): [pytest.mark.slow]}
-    return some.get((stage, world, accumulation), [pytest.mark.exhaustive])
-
-
 @pytest.mark.parametrize(
-    ("stage", "world", "accumulation"),
-    [pytest.param(*case, marks=marked(*case)) for case in itertools.product((1, 2, 3), (2, 4), (1, 3))],
+    ("stage", "world", "accumulation"), sampled([(2, 2, 3)], (1, 2, 3), (2, 4), (1, 3), slow=[(3, 2, 1), (1, 2, 1)])
 )
 def test_same_bits(ranks, stage, world, accumulation):
     """Ratios, accumulation, chaos; the same Adam kernel with and without offload."""
@@ -113,7 +105,7 @@ def test_same_bits(ranks, stage, world, accumulation):
     check_same(ranks, cases, world)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_same_bits_on_four_ranks(ranks):
     """A sample of the above."""
     more = {"precision": "bf16", "gradient_accumulation_steps": 3}
@@ -204,19 +196,20 @@ def test_order_of_events(rank, world):
 
 
 PAIRS = (("memory", "plain"), ("plain", "files"), ("files", "memory"))
+ALL_PAIRS = (*PAIRS, ("plain", "memory"), ("files", "files"))
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 2)), 3])
+@pytest.mark.parametrize(("stage", "pairs"), [(3, PAIRS), *sampled([], (1, 2, 3), (ALL_PAIRS,))])
 @on_ranks()
-def test_checkpoints_with_and_without(rank, world, stage, tmp_path):
+def test_checkpoints_with_and_without(rank, world, stage, pairs, tmp_path):
     """Saved by one tier and loaded by another: the bits of a run that did not stop."""
     straight = built(tier("plain", stage, tmp_path, precision="bf16"))
     wanted = go(straight, rank, world, 0, 6)
-    for number, names in enumerate(PAIRS):
+    for number, names in enumerate(pairs):
         one, other = (tier(name, stage, tmp_path, {"plain": None}.get(name, 4), precision="bf16") for name in names)
         first = built(one)
         begun = go(first, rank, world, 0, 3)
-        first.save_checkpoint(tmp_path / str(number), asynchronous=number == 2)
+        first.save_checkpoint(tmp_path / str(number), asynchronous=names[0] == "files")
         go(first, rank, world, 3, 4)  # a save in the background, while a step goes on
         first.destroy()
         second = built(other)

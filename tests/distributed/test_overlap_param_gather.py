@@ -14,7 +14,7 @@ import deepzero
 from deepzero.config.strict import ConfigError
 from deepzero.config.zero import ZeroConfig
 from deepzero.runtime.zero.overlap_param_gather import UNDER_WAY, HiddenParameter
-from tests.distributed.pool import on_ranks
+from tests.distributed.pool import on_ranks, sampled
 from tests.distributed.training import WHOLE, WIDTH, check_same_bits, config, make_batch, make_model, one_step, start
 
 OVERLAP = {"overlap_param_gather": True}
@@ -36,7 +36,7 @@ def twins(precision, stage, zero, **fixed):
 RUNS = [itertools.product((2, 3, 4), ("bf16", "fp32", "fp16"), stages, (1, 3), ({}, ON_HOST, HALF, LATE))
         for stages in ((1, 2), (3,))]  # fmt: skip
 MATRIX = list(itertools.chain(*RUNS))
-SAMPLE = {41, 70, 107, 167, 172}
+SAMPLE = {0, 28, 41, 70, 107, 167, 172}
 """Of the ranks, precisions, stages, micro-batches and places each one; the others are exhaustive."""
 
 
@@ -310,15 +310,15 @@ BETWEEN = {
     "a pass that is dropped": lambda e: (e(*data()), e.discard_gradients()),
     "another order": changed,
 }
+PLACES = {"device": {}, "host": ON_HOST}
 
 
 @pytest.mark.parametrize(
-    ("precision", "where"),
-    [("bf16", {}), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("bf16", ON_HOST), ("fp32", {})))],
-    ids=["bf16", "on the host", "fp32"],
+    ("precision", "place"), sampled([("bf16", "device")], ("bf16", "fp32"), PLACES, slow=[("bf16", "host")])
 )
 @on_ranks()
-def test_what_is_fetched_under_the_step_holds_what_the_program_leaves(rank, world, precision, where):
+def test_what_is_fetched_under_the_step_holds_what_the_program_leaves(rank, world, precision, place):
+    where = PLACES[place]
     more = {"precision": precision, "bucket": 700, "chaos": 3}
     plain, engine = (start(make_model(), stage=3, zero={**WHOLE, **where, **zero}, **more) for zero in ({}, OVERLAP))
     for each in (plain, engine):

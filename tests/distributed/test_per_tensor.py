@@ -15,7 +15,7 @@ from deepzero.ops import Muon, muon_groups
 from deepzero.runtime.zero.optimizer_shard import clip_divisor
 from deepzero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from tests.distributed.checkpoints import fingerprints
-from tests.distributed.pool import on_ranks
+from tests.distributed.pool import on_ranks, sampled
 from tests.distributed.training import VOCAB, WHOLE, WIDTH, config, my_micro_batches, one_step
 
 MUON = {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1, "adam_lr": 3e-3}}
@@ -130,15 +130,9 @@ def check(ranks, world, cases, steps=3):
     return reference
 
 
-CASES = [
-    (world, precision, count) for world in (1, 2, 3, 4) for precision in ("fp32", "bf16", "fp16") for count in (1, 3)
-]
-SAMPLE = {(2, "bf16", 3), (3, "fp32", 1)}
-
-
-@pytest.mark.parametrize(("world", "precision", "accumulation"), [
-    pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.exhaustive) for case in CASES
-])  # fmt: skip
+@pytest.mark.parametrize(("world", "precision", "accumulation"), sampled(
+    [(2, "bf16", 3), (3, "fp32", 1)], (1, 2, 3, 4), ("fp32", "bf16", "fp16"), (1, 3)
+))  # fmt: skip
 def test_stages_give_the_same_bits(ranks, world, precision, accumulation):
     """Whatever the buckets, too; and what is held is what the closed forms say, padding included."""
     more = {"precision": precision, "gradient_accumulation_steps": accumulation}
@@ -147,14 +141,15 @@ def test_stages_give_the_same_bits(ranks, world, precision, accumulation):
         check(ranks, world, cases)
 
 
-def test_number_of_ranks_gives_the_same_bits(ranks):
+@pytest.mark.parametrize(("most", "micro_batches"), [(3, 6), pytest.param(4, 12, marks=pytest.mark.exhaustive)])
+def test_number_of_ranks_gives_the_same_bits(ranks, most, micro_batches):
     invariant = {"comm": {"reduce": "exact", "world_size_invariant": True}}
     found = []
-    for world in (1, 2, 3):
-        one = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 6 // world}
+    for world in range(1, most + 1):
+        one = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches // world}
         cases = [{**settings(stage, precision="bf16"), **one, **invariant} for stage in (1, 3)]
         found.append(check(ranks, world, cases))
-    assert found == found[:1] * 3
+    assert found == found[:1] * most
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -245,16 +240,14 @@ ZEROS = {
     "mics": (3, {"mics_shard_size": 2}),
 }
 ROUNDED = {"qwz": (3, {"zero_quantized_weights": True}), "qgz": (2, {"zero_quantized_gradients": True})}
-FEW_ZEROS = {"overlap_param_gather", "sub_group_size", "offload all", "hpz"}
+FEW_ZEROS = [("bf16", name) for name in ("overlap_param_gather", "sub_group_size", "offload all", "hpz")]
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name in FEW_ZEROS else pytest.mark.exhaustive) for name in ZEROS
-])  # fmt: skip
-def test_other_settings_change_no_bit(ranks, name):
+@pytest.mark.parametrize(("precision", "name"), sampled(FEW_ZEROS, ("bf16", "fp32"), ZEROS))
+def test_other_settings_change_no_bit(ranks, precision, name):
     stage, zero = ZEROS[name]
-    world = 4 if name in ("hpz", "mics") else 2
-    check(ranks, world, [settings(s, world, precision="bf16", zero=z) for s, z in ((2, {}), (stage, zero))])
+    world = 4 if name in ("hpz", "mics") or precision == "fp32" else 2
+    check(ranks, world, [settings(s, world, precision=precision, zero=z) for s, z in ((2, {}), (stage, zero))])
 
 
 @pytest.mark.parametrize("name", ["qgz", pytest.param("qwz", marks=pytest.mark.exhaustive)])
@@ -277,11 +270,11 @@ def test_a_delayed_update_is_the_cpu_adams(rank, world):
 # ---- other optimizers of the kind ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_any_declared_optimizer(ranks, name):
-    cases = [settings(stage, 3, optimizer=OTHERS[name]) for stage in (0, 1, 2, 3)]
-    cases.append(settings(2, 3, optimizer=OTHERS[name], zero={"offload_optimizer": {"device": "cpu"}}))
-    check(ranks, 3, cases)
+@pytest.mark.parametrize(("name", "world"), sampled([(name, 3) for name in OTHERS], OTHERS, (1, 3)))
+def test_any_declared_optimizer(ranks, name, world):
+    cases = [settings(stage, world, optimizer=OTHERS[name]) for stage in (0, 1, 2, 3)]
+    cases.append(settings(2, world, optimizer=OTHERS[name], zero={"offload_optimizer": {"device": "cpu"}}))
+    check(ranks, world, cases)
 
 
 @on_ranks(2)
@@ -350,18 +343,23 @@ def load(rank, world, folder, given, steps):
 PLACES = list(itertools.product((0, 1, 2, 3), (1, 2, 3, 4)))
 
 
-@pytest.mark.parametrize(("optimizer", "places"), [
-    (MUON, [(0, 2), (3, 2), (2, 3)]), (OTHERS["adafactor"], [(3, 3), (0, 2)]), (OTHERS["shampoo"], [(2, 2), (1, 3)]),
-    pytest.param(MUON, PLACES, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1500)]),
-    pytest.param(OTHERS["adafactor"], PLACES, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1500)]),
+FEW = {"muon": [(0, 2), (3, 2), (2, 3)], "adafactor": [(3, 3), (0, 2)], "shampoo": [(2, 2), (1, 3)]}
+BY_HAND = [pytest.mark.exhaustive, pytest.mark.timeout(1500)]
+
+
+@pytest.mark.parametrize(("name", "places", "everywhere"), [
+    *((name, places, False) for name, places in FEW.items()),
+    *(pytest.param(name, places, True, marks=BY_HAND) for name, places in FEW.items() if name != "muon"),
+    *(pytest.param(name, PLACES, True, marks=BY_HAND) for name in ("muon", "adafactor")),
 ])  # fmt: skip
-def test_checkpoints_cross_stages_and_ranks(ranks, tmp_path, optimizer, places):
-    """What was saved is there again, bit by bit, and training goes on; in a sample, from each place in one other."""
+def test_checkpoints_cross_stages_and_ranks(ranks, tmp_path, name, places, everywhere):
+    """What was saved is there again, bit by bit, and training goes on: from each place in one other, or everywhere."""
+    optimizer = {"muon": MUON, **OTHERS}[name]
     for number, (stage, world) in enumerate(places):
         folder = tmp_path / str(number)
         given = settings(stage, world, optimizer, precision="bf16")
         saved, goes_on = ranks.run(save, folder, given, 2, world_size=world)[0]
-        others = places if places is PLACES else [places[number - 1]]
+        others = places if everywhere else [places[number - 1]]
         for other_stage, other_world in others:
             given = settings(other_stage, other_world, optimizer, precision="bf16")
             loaded, said = ranks.run(load, folder, given, 2, world_size=other_world)[0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import deepzero
-from tests.distributed.pool import on_ranks
+from tests.distributed.pool import on_ranks, sampled
 from tests.distributed.training import built, config, make_batch, make_model, one_step, step_on
 from tests.unit.test_optimizer_trial import LayerNorm
 
@@ -75,7 +75,9 @@ def gradients(rank, world, stage, micro, accumulation):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize(("world", "micro", "accumulation"), [(2, 1, 4), (3, 1, 2), (1, 1, 8)])
+@pytest.mark.parametrize(("world", "micro", "accumulation"), [
+    (2, 1, 4), (3, 1, 2), (1, 1, 8), pytest.param(4, 1, 2, marks=pytest.mark.exhaustive)
+])  # fmt: skip
 def test_gradients_against_double(ranks, stage, world, micro, accumulation):
     model = make_model().double()
     ids, labels = make_batch(0, micro * accumulation * world)
@@ -103,8 +105,9 @@ def losses_and_parameters(rank, world, stage, optimizer, steps):
     return losses, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(("name", "stage"), [("SGD", 0), ("SGD", 1), ("SGD", 2), ("AdamW", 2)])
+@pytest.mark.parametrize(("name", "stage", "world"), sampled(
+    [("SGD", 0, 2), ("SGD", 1, 2), ("SGD", 2, 2), ("AdamW", 2, 2)], ("SGD", "AdamW"), (0, 1, 2), (2, 4)
+))  # fmt: skip
 def test_trajectory_against_plain_loop(ranks, name, stage, world):
     params = {"lr": 0.05} if name == "SGD" else {"lr": 1e-3, "weight_decay": 0.1}
     plain = make_model()

@@ -1,9 +1,8 @@
 """Promise 1: with ``comm.reduce=exact`` the stages give the same bits, whatever the buckets, overlap and timing."""
 
-import itertools
-
 import pytest
 
+from tests.distributed.pool import sampled
 from tests.distributed.training import check_same_bits, config, train_each
 
 BUCKETS = (200, 1500, 1_000_000)
@@ -19,15 +18,12 @@ def variants(precision, **fixed):
         yield config(stage=stage, precision=precision, bucket=BUCKETS[1], overlap=stage != 2, chaos=stage + 1, **fixed)
 
 
-SAMPLE = {(2, "bf16", FEW), (3, "fp32", FEW)}
-SLOW = {(4, "bf16", FEW)}
-KINDS = [
-    pytest.param(*kind, marks=[] if kind in SAMPLE else pytest.mark.slow if kind in SLOW else pytest.mark.exhaustive)
-    for kind in itertools.product((2, 3, 4), ("fp32", "bf16"), (FEW, STEPS))
-]
+OFTEN, SLOW = [(2, "bf16", FEW), (3, "fp32", FEW)], [(4, "bf16", FEW)]
 
 
-@pytest.mark.parametrize(("world", "precision", "steps"), KINDS)
+@pytest.mark.parametrize(
+    ("world", "precision", "steps"), sampled(OFTEN, (2, 3, 4), ("fp32", "bf16"), (FEW, STEPS), slow=SLOW)
+)
 def test_stages_buckets_overlap_chaos(ranks, world, precision, steps):
     (losses, norms, _), _ = check_same_bits(ranks, list(variants(precision)), steps, world)
     assert len(set(losses)) == steps and all(before > 0 and after <= 0.5 + 1e-9 for before, after in norms)

@@ -1,11 +1,9 @@
 """Promise 1 for stage 3: the bits of stage 2, whatever is prefetched, kept, persistent, checkpointed or late."""
 
-import itertools
-
 import pytest
 import torch
 
-from tests.distributed.pool import on_ranks
+from tests.distributed.pool import on_ranks, sampled
 from tests.distributed.training import (
     WHOLE,
     check_same_bits,
@@ -35,15 +33,12 @@ def cases_of(precision):
     yield config(stage=3, precision=precision, bucket=1500, zero=WHOLE), "reentrant"
 
 
-SAMPLE = {(1, "fp32", FEW), (2, "bf16", FEW), (3, "fp32", FEW)}
-SLOW = {(4, "bf16", FEW)}
-ALL = [
-    pytest.param(*kind, marks=[] if kind in SAMPLE else pytest.mark.slow if kind in SLOW else pytest.mark.exhaustive)
-    for kind in itertools.product((1, 2, 3, 4), ("fp32", "bf16"), (FEW, STEPS))
-]
+OFTEN, SLOW = [(1, "fp32", FEW), (2, "bf16", FEW), (3, "fp32", FEW)], [(4, "bf16", FEW)]
 
 
-@pytest.mark.parametrize(("world", "precision", "steps"), ALL)
+@pytest.mark.parametrize(
+    ("world", "precision", "steps"), sampled(OFTEN, (1, 2, 3, 4), ("fp32", "bf16"), (FEW, STEPS), slow=SLOW)
+)
 def test_same_bits_as_stage_2(ranks, world, precision, steps):
     (losses, *_), _ = check_same_bits(ranks, list(cases_of(precision)), steps, world)
     assert len(set(losses)) == steps

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import deepzero
 from deepzero import zero
 from deepzero.utils.compile import is_compiled
-from tests.distributed.pool import on_ranks
+from tests.distributed.pool import on_ranks, sampled
 from tests.distributed.training import WHOLE, check_alike, config, same_in_stages_2_and_3, start
 
 WIDTH = 24
@@ -138,6 +138,7 @@ MODELS = {
     "base": Base, "outside": OutsideItsModule, "twice": CalledTwice, "unused": Unused, "lora": Lora, "nested": Nested,
     "library": Library, "function": OwnFunction,
 }  # fmt: skip
+KINDS = [kind for kind in MODELS if kind != "function"]  # which is in fp32 alone
 
 
 def batch(step, rank):
@@ -173,11 +174,13 @@ def check(rank, kind, precision, forwards=1):
     check_alike(outcomes[0])
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "precision"), [
+    *sampled([(kind, "bf16") for kind in KINDS] + [("lora", "fp32")], KINDS, ("bf16", "fp32")), ("function", "fp32"),
+])  # fmt: skip
 @on_ranks()
-def test_same_bits(rank, world, kind):
-    """In bf16; ``test_two_forwards_before_one_backward`` has fp32."""
-    check(rank, kind, "bf16" if kind != "function" else "fp32")
+def test_same_bits(rank, world, kind, precision):
+    """In fp32 two kinds often; of "base" and "outside" ``test_two_forwards_before_one_backward`` has it."""
+    check(rank, kind, precision)
 
 
 @pytest.mark.parametrize("world", [1, 3])

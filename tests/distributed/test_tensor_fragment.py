@@ -12,7 +12,7 @@ import deepzero
 from deepzero import utils
 from deepzero.runtime.zero import tensor_fragment
 from deepzero.zero import GatheredParameters
-from tests.distributed.pool import on_ranks
+from tests.distributed.pool import on_ranks, sampled
 from tests.distributed.training import WHOLE, built, config, make_batch, make_model, my_micro_batches, one_step, start
 
 STAGES = (0, 1, 2, 3)
@@ -246,7 +246,9 @@ def test_local_fragments_make_the_whole(ranks, stage):
             assert all(torch.equal(result[name][number][0], full) for result in results)
 
 
-@pytest.mark.parametrize(("precision", "reduce"), [("fp32", "exact"), ("bf16", "native"), ("fp16", "exact")])
+@pytest.mark.parametrize(("precision", "reduce"), sampled(
+    [("fp32", "exact"), ("bf16", "native"), ("fp16", "exact")], ("fp32", "bf16", "fp16"), ("exact", "native")
+))  # fmt: skip
 @on_ranks()
 def test_what_is_found_is_what_the_step_uses(rank, world, reduce, precision):
     """Between the last backward pass and the step: what is found is what a step with SGD then uses."""

@@ -1,5 +1,6 @@
 """What qwZ, hpZ, MiCS and qgZ send between nodes, and keep; that all of it goes with everything an engine does."""
 
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 
 from deepzero.comm.ledger import SECONDARY
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD, TO_REPLICAS
-from tests.distributed.pool import on_ranks
+from tests.distributed.pool import on_ranks, sampled
 from tests.distributed.training import WHOLE, as_predicted, built, config, my_micro_batches, one_step
 
 ALL = {
@@ -44,9 +45,7 @@ def courses(rank, world, cases, folders, steps=5):
     return [course(rank, world, given, folder, steps) for given, folder in zip(cases, folders, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "accumulation", [pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("accumulation", sampled([], (1, 2), slow=[(2,)]))
 def test_same_bits_however_it_is_run(ranks, tmp_path, accumulation):
     """Overlap, prefetch, chaos, offload of states and parameters, a resume in the middle, MiCS in place of hpZ."""
     zero = {**ALL, "quantization": SHORT}
@@ -69,9 +68,10 @@ def test_same_bits_however_it_is_run(ranks, tmp_path, accumulation):
             as_predicted(report["communication"])
 
 
-def test_alone_and_together_it_trains_as_stage_3_does(ranks):
+@pytest.mark.parametrize("sizes", [(0, 1, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.exhaustive)])
+def test_alone_and_together_it_trains_as_stage_3_does(ranks, sizes):
     persist, *parts = ALL.items()
-    zeros = [dict([persist]), *(dict([persist, part]) for part in parts), ALL]
+    zeros = [dict([persist, *some]) for size in sizes for some in itertools.combinations(parts, size)]
     cases = [settings({**zero, **({"quantization": SHORT} if len(zero) > 2 or "zero_hpz_partition_size" not in zero
              else {})} if len(zero) > 1 else zero) for zero in zeros]  # fmt: skip
     results = ranks.run(courses, cases, [None] * len(cases), 3, world_size=4, timeout=110)

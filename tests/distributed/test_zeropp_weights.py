@@ -28,6 +28,7 @@ HPZ = {**WHOLE, "zero_hpz_partition_size": 2}
 QWZ = {**WHOLE, "zero_quantized_weights": True}
 MICS = {**WHOLE, "mics_shard_size": 2}
 SHORT = {"block_size": 64, "meter_every": 0}
+MICS_QWZ = {**MICS, **QWZ, "quantization": SHORT}
 
 
 def settings(zero, per_node=2, **changes):
@@ -201,10 +202,6 @@ def test_two_ranks(rank, world):
     assert found[0] == found[1] == found[2]
 
 
-MICS_BY_HAND = pytest.param({**MICS, **QWZ, "quantization": SHORT}, id="mics-qwz", marks=pytest.mark.exhaustive)
-HPZ_OFTEN = pytest.mark.parametrize("zero", [pytest.param(HPZ, id="hpz"), MICS_BY_HAND])
-
-
 @on_ranks()
 def test_a_write_to_quantised_values_is_refused(rank, world):
     engine = start(make_model(), stage=3, precision="bf16", zero={**QWZ, "quantization": SHORT})
@@ -222,7 +219,7 @@ def test_a_write_to_quantised_values_is_refused(rank, world):
     handle.remove()
 
 
-@HPZ_OFTEN
+@pytest.mark.parametrize("zero", [HPZ, pytest.param(MICS_QWZ, marks=pytest.mark.slow)], ids=["hpz", "mics-qwz"])
 @on_ranks(4)
 def test_checkpoint_in_the_middle(rank, world, tmp_path, zero):
     """Saved and loaded: the same bits as without; hpZ's second partition is not taken for the new values'."""
@@ -312,7 +309,7 @@ def test_evaluations_stay_inside_the_node(rank, world, zero):
     as_predicted(account)
 
 
-@HPZ_OFTEN
+@pytest.mark.parametrize("zero", [HPZ, pytest.param(MICS_QWZ, marks=pytest.mark.exhaustive)], ids=["hpz", "mics-qwz"])
 @on_ranks(4)
 def test_the_account_after_a_load(rank, world, tmp_path, zero):
     """Frozen parameters and MiCS: what is kept is renewed by the load. Nothing is kept after the engine's end."""

@@ -28,23 +28,27 @@ def test_training_goes_on_without_its_loggers(tiny, tmp_path):
     check_goes_on(*shared.full_disk(tmp_path, tiny, "[tensorboard,wandb]"), ["tensorboard"])
 
 
+def on_full_disk(words, cwd):
+    """A command in a process of its own, whose standard output is a full disk."""
+    with open("/dev/full", "wb") as full, runs.started(words, cwd, stdout=full.fileno()) as command:
+        return command.wait()
+
+
 @pytest.mark.slow
 def test_standard_output_on_a_full_disk(tiny, tmp_path):
     words = [sys.executable, runs.TRAIN, *tiny, "train.steps=2", "hydra.run.dir=run", "launch.nproc=1"]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "error.txt").touch()  # that it is replaced is said, too
-    with (
-        open("/dev/full", "w", encoding="utf-8") as full,
-        runs.started(words, tmp_path, stdout=full.fileno()) as command,
-    ):
-        done = command.wait()
+    done = on_full_disk(words, tmp_path)
     assert done.status == 0
     assert done.err == "standard output: [Errno 28] No space left on device; training goes on without it\n"
     assert runs.summary(tmp_path / "run")["status"] == "finished"
 
 
-def test_help_on_a_full_disk(tmp_path):
-    done = runs.refused("--help", cwd=tmp_path, out="/dev/full")
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_help_on_a_full_disk(alone, tmp_path):
+    words = [sys.executable, runs.TRAIN, "--help"]
+    done = on_full_disk(words, tmp_path) if alone else runs.refused("--help", cwd=tmp_path, out="/dev/full")
     assert (done.status, done.err) == (2, "cannot write to standard output: No space left on device\n")
 
 

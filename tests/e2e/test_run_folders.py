@@ -17,9 +17,9 @@ SHORT = [
 
 @pytest.fixture(scope="module")
 def used(tmp_path_factory, tiny):
-    """A folder with ``run/``, which has finished; not to be changed."""
+    """A folder with ``run/``, which has finished on two ranks; not to be changed."""
     cwd = tmp_path_factory.mktemp("used")
-    done = runs.train(*tiny, *SHORT, cwd=cwd)
+    done = runs.train(*tiny, *SHORT, "launch.nproc=2", cwd=cwd)
     assert (done.status, done.err) == (0, "")
     assert checkpoints(cwd / "run") == ["step_00000002", "step_00000004"]
     return cwd
@@ -55,8 +55,8 @@ def test_refused_before_anything_is_started(sweep, tiny):
 def test_the_newest_checkpoint_is_damaged(used, tiny, tmp_path):
     """By a bit, which ranks find, or cut, which is found before any starts: it is said what goes on instead."""
     shutil.copytree(used, tmp_path, dirs_exist_ok=True)
-    folder, words = tmp_path / "run" / "checkpoints", [*tiny, *SHORT, "launch.max_restarts=3"]
-    shard, way_out = folder / "step_00000004" / "rank-00000-of-00001.safetensors", f"{folder}/step_00000002"
+    folder, words = tmp_path / "run" / "checkpoints", [*tiny, *SHORT, "launch.nproc=2", "launch.max_restarts=3"]
+    shard, way_out = folder / "step_00000004" / "rank-00001-of-00002.safetensors", f"{folder}/step_00000002"
     content = bytearray(shard.read_bytes())
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # only a rank that reads it all can tell
     ends = [runs.train(*words, "train.steps=6", cwd=tmp_path)]
@@ -76,7 +76,7 @@ def test_the_newest_checkpoint_is_damaged(used, tiny, tmp_path):
 @pytest.mark.exhaustive
 def test_a_finished_run_once_more(used, tiny, tmp_path):
     shutil.copytree(used, tmp_path, dirs_exist_ok=True)
-    done = runs.train(*tiny, *SHORT, cwd=tmp_path)
+    done = runs.train(*tiny, *SHORT, "launch.nproc=2", cwd=tmp_path)
     assert (done.status, done.err) == (0, "")
     assert "nothing was left to train" in done.out and "predicted" not in done.out
     assert runs.trajectory(tmp_path / "run") == runs.trajectory(used / "run")

@@ -129,7 +129,8 @@ def numbers(tiny, cwd, name, *words):
     """The losses and validations of a short run in stage 3."""
     more = ["zero.stage=3", "train.steps=3", "train.sample_tokens=1", f"hydra.run.dir={name}", *words]
     # The compiler's own warnings are not ours, nor is what a run that was killed has left in its cache.
-    own = {"TORCHINDUCTOR_CACHE_DIR": str(cwd / "code")}
+    compiles = {"TORCHINDUCTOR_CACHE_DIR": str(cwd / "code")}
+    own = compiles if "train.compile=true" in words else {"PYTHONWARNINGS": "error"}
     done = runs.finished([sys.executable, runs.TRAIN, *tiny, *more], cwd, 200, **own)
     assert done.status == 0 and "no plan beside it" not in done.out, done.err + done.out
     steps, validations = runs.entries(cwd / name)
@@ -147,8 +148,14 @@ def test_simulated_streams_find_nothing_and_blocks_can_be_compiled(tiny, tmp_pat
     assert numbers(tiny, tmp_path, "streams", "debug=streams") == pytest.approx(plain, rel=1e-6)
     if reason := why_not_compiled():
         pytest.skip(reason)
-    compiled = numbers(tiny, tmp_path, "compiled", "train.compile=true", "launch.nproc=1")  # each rank would compile
+    compiled = numbers(tiny, tmp_path, "compiled", "train.compile=true")  # on as many ranks, by which numbers round
     assert compiled == pytest.approx(plain, rel=1e-4) and compiled != plain
+
+
+@pytest.mark.exhaustive
+def test_simulated_streams_find_nothing_in_stage_2(tiny, tmp_path):
+    plain, streams = (numbers(tiny, tmp_path, n, f"debug={n}", "zero.stage=2") for n in ("none", "streams"))
+    assert streams == pytest.approx(plain, rel=1e-6)
 
 
 def test_a_terminal_gets_a_bar(watched):

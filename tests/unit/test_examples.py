@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from deepzero.comm.ring import simulate
 from examples import one_number, ring, stage1_by_all_reduce, tables
+from tests.e2e import runs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,3 +102,13 @@ def test_the_command_of_the_chapter(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["one_number.py", "--steps", "0"])
     assert one_number.main() == 0
     assert capsys.readouterr().out.splitlines() == list(one_number.one_weight(1e-4))
+
+
+@pytest.mark.slow
+def test_the_commands_in_processes_of_their_own():
+    told = []
+    for words in (["examples/stage1_by_all_reduce.py"], ["examples/one_number.py", "--steps", "0"]):
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=110)
+        assert (done.returncode, runs.told_everywhere(done.stderr)) == (0, "")
+        told.append(done.stdout.splitlines())
+    assert told[0] in quoted("stage1.md") and told[1] == list(one_number.one_weight(1e-4))

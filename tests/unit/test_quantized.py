@@ -10,6 +10,7 @@ import torch
 from deepzero.comm import quantization
 from deepzero.comm.quantization import TINY, Format, PlainKernel, Quantizer, Variant, compiled, levels
 from deepzero.utils.compile import why_not_compiled
+from tests.distributed.pool import sampled
 
 BITS = (8, 4)
 BLOCKS = (64, 256, 2048)
@@ -336,11 +337,7 @@ class TestChoice:
             Quantizer(self.FORM, "compiled").prepare(5, [torch.float32])
 
 
-SAMPLE = [(4, 64, torch.bfloat16)]
-COMPILED_KINDS = [
-    pytest.param(*kind, marks=pytest.mark.slow if kind in SAMPLE else pytest.mark.exhaustive)
-    for kind in itertools.product(BITS, (64, 2048), DTYPES)
-]
+COMPILED_KINDS = sampled([], BITS, (64, 2048), DTYPES, slow=[(4, 64, torch.bfloat16)])
 
 
 @pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())
