@@ -83,7 +83,7 @@ def test_four_ranks_then_three_then_two_then_one(tiny, tmp_path):
     splits = {4: "12 = 3 x 1 x 4", 3: "12 = 2 x 2 x 3", 2: "12 = 2 x 3 x 2", 1: "12 = 2 x 6 x 1"}
     for number, (ranks, split) in enumerate(splits.items(), start=1):
         done = runs.train(*tiny, *COMMON, f"train.steps={3 * number}", f"launch.nproc={ranks}", cwd=parts)
-        cut = "the checkpoint's steps had 3 micro-batches of 1 sequences, and this run's have 2"
+        cut = "the checkpoint's steps had 4 micro-batches of 3 sequences, and this run's have 2"
         said = f"other bits from here on: {cut}\n" if ranks == 3 else ""
         assert (done.status, done.err) == (0, said)
         assert f"batch {split} ranks" in done.out
