@@ -30,6 +30,7 @@ from deepzero.runtime.diagnostics import tensor_namer
 from deepzero.runtime.invariance import dependences, refuse_dependence
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
+from deepzero.runtime.muon import Muon, log_choice
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
 from deepzero.runtime.zero.guards import check_unclaimed
 from deepzero.runtime.zero.partition_parameters import Init, ZeroParameter, unpartition
@@ -295,7 +296,10 @@ def _optimizer(
     if optimizer is not None or settings.optimizer is None:
         raise ConfigError(f"optimizer= must be a torch optimizer or a callable that makes one, not {optimizer!r}")
     on_host = settings.zero.offload_optimizer.device != "none"
-    return build_optimizer(settings.optimizer, parameters, on_host, model=model)
+    built = build_optimizer(settings.optimizer, parameters, on_host, model=model)
+    if isinstance(built, Muon) and process_group.rank() == 0:
+        log_choice(model, built.param_groups)
+    return built
 
 
 def _warn_of_two(argument: str, given: Any, block: Any) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepzero.comm import process_group
 from deepzero.runtime.per_tensor import PER_TENSOR
 
 log = logging.getLogger(__name__)
@@ -56,8 +55,6 @@ def muon_groups(model: nn.Module, params: Iterable[Any] | None = None) -> list[d
         for use_muon in (True, False):
             chosen = [p for p in group["params"] if bool(group.get(USE_MUON, is_matrix(p))) is use_muon]
             split.append({**group, "params": chosen, USE_MUON: use_muon})
-    if process_group.rank() == 0:
-        _log_choice(model, split)
     return [group for group in split if group["params"]]
 
 
@@ -72,11 +69,10 @@ def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def _log_choice(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Say what Muon trains, and warn of what may be a head that no rule knows."""
+def log_choice(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Say what Muon trains of ``model``, and warn of what may be a head that no rule knows."""
     names = {param: name for name, param in model.named_parameters()}
-    chosen = {p for group in groups if group[USE_MUON] for p in group["params"]}
-    matrices = [param for param in names if param in chosen]
+    matrices = [p for group in groups if group[USE_MUON] for p in group["params"] if p in names]
     log.info("Muon trains %d matrices of %d elements", len(matrices), sum(param.numel() for param in matrices))
     tables = [module.weight.shape for module in model.modules() if isinstance(module, TABLES)]
     alike = [param for param in matrices if param.shape in tables and not hasattr(param, USE_MUON)]

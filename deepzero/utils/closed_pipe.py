@@ -21,6 +21,11 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
         SystemExit: always, unless ``main`` raises another error, a ``BrokenPipeError`` of another pipe included.
     """
     status: int | str | None = 0
+    # Closed (``>&-``): Python has no stream for it, and the next file that is opened would get its number.
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.set_inheritable(opened := os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, os.fdopen(opened, "r" if number == 0 else "w"))
     try:
         try:
             status = main()

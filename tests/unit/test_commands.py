@@ -252,6 +252,13 @@ def test_the_exit_status_is_the_programs(ends, status):
     assert (ended.value.code or 0) == status
 
 
+def test_a_closed_standard_output_is_no_error(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        exit_with(lambda: print("to nobody", flush=True) or 0)
+    sys.stdout.close()
+
+
 def test_another_pipe_that_breaks_is_an_error(capfd):
     def another():
         raise BrokenPipeError("a rank's")

@@ -15,6 +15,7 @@ from deepzero.models.gpt import GPT
 from deepzero.ops import Muon, muon_groups
 from deepzero.planning.dry_run import ClusterShape, TrainStep, dry_run
 from deepzero.runtime.elementwise_check import check_elementwise
+from deepzero.runtime.muon import log_choice
 from deepzero.runtime.optimizer_state import allocate_state, moment_bytes
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.per_tensor import plan_whole_parameters
@@ -126,7 +127,8 @@ class TestGroups:
         if word is not None:
             model["out"].weight.use_muon = word
         with caplog.at_level("WARNING", "deepzero"):
-            matrices = muon_groups(model)[0]["params"]
+            matrices = (groups := muon_groups(model))[0]["params"]
+            log_choice(model, groups)
         assert len(matrices) == (1 if word is False else 2)
         assert ("'out.weight', of the shape of an embedding" in caplog.text) is (word is None)
 
