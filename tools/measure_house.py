@@ -28,7 +28,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1671, 1150),
     "deepzero/comm": (4343, 2720),
     "deepzero/runtime": (4381, 3050),
-    "deepzero/runtime/zero": (5940, 4550),
+    "deepzero/runtime/zero": (5938, 4550),
     "deepzero/offload": (3600, 2500),
     "deepzero/checkpoint": (3659, 2610),
     "deepzero/launch": (699, 650),
@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (524, 400),
     "deepzero/training": (1014, 380),
     "deepzero/compat": (3383, 1200),
-    "deepzero": (38_034, 23_500),
+    "deepzero": (38_037, 23_500),
     "tools": (6007, 2700),
     "tools/book": (1153, 1000),
     "examples": (766, 700),
-    "tests": (31_985, 17_000),
+    "tests": (31_994, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
