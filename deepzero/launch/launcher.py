@@ -93,7 +93,7 @@ def choose_device(wanted: str, nproc: int) -> str:
         return installed().kind
     why = f"{nproc} ranks want a GPU each, and this machine has {gpus}" if gpus else missing_gpu()
     if wanted == "cuda":
-        raise ConfigError(f"launch.device=cuda: {why or 'this machine has no GPU'}; cpu runs without")
+        raise ConfigError(f"launch.device=cuda: {why or 'this machine has no GPU'}; launch.device=cpu needs none")
     if why:
         say_cpu(why)
     return "cpu"

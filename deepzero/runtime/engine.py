@@ -367,7 +367,7 @@ class Engine(nn.Module):
             raise NonFiniteError(
                 f"step {self.global_steps + 1}: {what}, in {state.bad_losses} optimizer steps in a row. Parameters and "
                 f"states are those of step {self.global_steps + 1 - state.bad_losses}. Look at the data and the first "
-                f"weights, lower the learning rate{', leave fp16' if self.config.precision.dtype == 'fp16' else ''}"
+                f"weights, lower the learning rate{', or leave fp16' if self.config.precision.dtype == 'fp16' else ''}"
             )
         if agreement.finite or self.config.precision.skips_overflow:
             return

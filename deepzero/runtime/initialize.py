@@ -209,6 +209,8 @@ def _agreed(
         if settings.comm.world_size_invariant:
             refuse_dependence(dependences(settings, model, process_group.default_device()))
         chosen = _optimizer(model, optimizer, model_parameters, settings)
+        if isinstance(chosen, Muon) and process_group.rank() == 0:
+            log_choice(model, chosen.param_groups)
         names = {param: name for name, param in model.named_parameters()}
         if not has_engine:
             check_unclaimed(names)
@@ -296,10 +298,7 @@ def _optimizer(
     if optimizer is not None or settings.optimizer is None:
         raise ConfigError(f"optimizer= must be a torch optimizer or a callable that makes one, not {optimizer!r}")
     on_host = settings.zero.offload_optimizer.device != "none"
-    built = build_optimizer(settings.optimizer, parameters, on_host, model=model)
-    if isinstance(built, Muon) and process_group.rank() == 0:
-        log_choice(model, built.param_groups)
-    return built
+    return build_optimizer(settings.optimizer, parameters, on_host, model=model)
 
 
 def _warn_of_two(argument: str, given: Any, block: Any) -> None:
