@@ -59,15 +59,15 @@ def tour(rank, world, given, kind):
         # A GPU adds up the squares of a block in another order than a CPU does.
         as_there = lambda grad, _, norms=grad_norm.block_norms: norms(grad, "cuda")
         with mock.patch.object(grad_norm, "block_norms", as_there):
-            return _tour(rank, world, model, given)
+            return tour_of(rank, world, model, given)
     with null_gpu() as machine:
-        seen = _tour(rank, world, model, given)
+        seen = tour_of(rank, world, model, given)
         gc.collect()
         assert not machine.locked and (rank or not machine.blocking)  # rank 1 offloads states to ordinary memory
     return seen
 
 
-def _tour(rank, world, model, given):
+def tour_of(rank, world, model, given):
     engine, *_ = deepzero.initialize(model=model, config=given)
     seen = [train(engine, rank, world, 0, 2)]
     ids, labels = (t.to(engine.device) for t in my_micro_batches(9, rank, world, 2, 1)[0])

@@ -204,7 +204,8 @@ def bits_of(settings, optimizer=None, steps=8):
 
 def offloaded(stage, ratio=1.0, param=False, delayed=False, **more):
     zero = {"stage3_param_persistence_threshold": 30} if stage == 3 else {}
-    zero["offload_optimizer"] = {"device": "cpu", "ratio": ratio, "delayed_update": delayed, "delay_after_steps": 2}
+    late = {"delayed_update": True, "delay_after_steps": 2} if delayed else {}
+    zero["offload_optimizer"] = {"device": "cpu", "ratio": ratio, **late}
     zero["offload_param"] = {"device": "cpu" if param else "none"}
     optimizer = {"type": "CPUAdam", "params": {"lr": 1e-2, "weight_decay": 0.1, "kernel": "chunked"}}
     return config(stage=stage, bucket=200, overlap=True, zero=zero, gradient_clipping=0, optimizer=optimizer, **more)

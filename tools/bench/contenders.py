@@ -54,7 +54,7 @@ def _deepzero(stage: int) -> Contender:
     overlap = Variant("overlap", "overlap_comm", {"zero": {"stage": stage, "overlap_comm": True}})
     gather = {"stage": stage, "overlap_comm": True, "overlap_param_gather": True}
     publish = Variant("gather", "overlap_comm, overlap_param_gather", {"zero": gather})
-    variants = (plain, overlap, publish) if stage in (1, 2) else (plain, overlap)
+    variants = (plain, overlap, publish) if stage else (plain, overlap)
     return Contender(f"deepzero{stage}", f"deepzero stage {stage}", "engines:build", variants, stage=stage)
 
 

@@ -22,6 +22,7 @@ Exit status: 0; 1 when a part failed; 2 for bad options, or without a GPU.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -62,6 +63,8 @@ class Part:
 def _tests(quick: bool, device: str, folder: Path) -> list[Command]:
     # It is bits that are asked for here: a warning of another torch is no failure, nor is a plugin that is not there.
     words = ["-q", "-p", "no:cacheprovider", "-W", "default", "-o", "addopts=--strict-markers"]
+    if importlib.util.find_spec("xdist"):  # a test of small kernels leaves a GPU idle, and most of a machine's cores
+        words += ["-n", str(min(8, os.cpu_count() or 1))]
     return [["-m", "pytest", "-m", "gpu", *GPU_TESTS, *words]]
 
 
@@ -104,7 +107,7 @@ PARTS = {
 def run_program(command: Command, log: Path, limit: float, device: str) -> str | None:
     """Run it, its output behind ``log``'s; says what was wrong, None: nothing."""
     environment = {name: value for name, value in os.environ.items() if name != "DEEPZERO_DEVICE"}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if device == "cpu":
         environment["DEEPZERO_DEVICE"] = "cpu"
     process = start([sys.executable, *command], log, ROOT, environment)

@@ -52,7 +52,7 @@ from tools.bench.zero import Entry, select_entries, taking_part
 INSIDE = "DEEPZERO_BENCH_LINKS"
 CONTENDERS = (
     "deepzero0:overlap,deepzero1:overlap,deepzero1:gather,deepzero2:overlap,deepzero2:gather,deepzero3:overlap,"
-    "ddp:bf16,zro:bf16,fsdp2:bf16,deepspeed2:torch-adam,floor"
+    "deepzero3:gather,ddp:bf16,zro:bf16,fsdp2:bf16,deepspeed2:torch-adam,floor"
 )
 PER_NODE = 2
 """Ranks of a pretended node."""
