@@ -41,7 +41,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/training": (1014, 380),
     "deepzero/compat": (3383, 1200),
     "deepzero": (38_036, 23_500),
-    "tools": (6007, 2700),
+    "tools": (6010, 2700),
     "tools/book": (1153, 1000),
     "examples": (766, 700),
     "tests": (32_024, 17_000),
