@@ -23,7 +23,7 @@ from deepzero.comm.flight_recorder import world_group
 from deepzero.config.deepspeed_json import load_zero_config
 from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
-from deepzero.runtime.zero import tensor_fragment
+from deepzero.runtime.zero.guards import fragments_of
 from deepzero.runtime.zero.module_registry import LEAF, z3_leaf_module
 from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
 from deepzero.runtime.zero.partition_parameters import GatheredParameters, Init, PersistentParameter, ZeroParameter
@@ -228,7 +228,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
     """Whether an engine in stage 3 has this parameter in a leaf module."""
-    engine = tensor_fragment._ENGINES.get(id(model))
+    engine = fragments_of(model)
     return engine is not None and model in engine.gradients.leaf_params
 
 

@@ -165,11 +165,10 @@ class DelayedOptimizerShard(HostOptimizerShard):
         """Go on from a checkpoint, after so many applied steps."""
         self.steps = steps
 
-    def _refuse_write(self, before_write: Callable[[], None] | None) -> None:
+    def _refuse_write(self, before_write: Callable[[], None]) -> None:
         if self.update_pending:
             raise RuntimeError(
                 "a delayed update is on its way to the parameters, and what is written now would be lost; call "
                 "engine.finish_delayed_update() on all ranks first"
             )
-        if before_write is not None:
-            before_write()
+        before_write()

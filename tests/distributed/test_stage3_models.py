@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 
@@ -296,6 +297,7 @@ def test_registered_external_parameter(rank, world, late):
     model = OutsideItsModule()
     if not late:
         zero.register_external_parameter(model, model.first.weight)
+        model = copy.deepcopy(model)  # uses its own
         with pytest.raises(TypeError):
             zero.register_external_parameter(model, 3)
     engine = start(model, stage=3, bucket=100, zero=WHOLE)

@@ -1,7 +1,6 @@
 """``deepzero.utils.safe_*``: a parameter's master, gradient and optimizer state, read and written in every stage."""
 
 import functools
-import gc
 import itertools
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 
 import deepzero
 from deepzero import utils
-from deepzero.runtime.zero import tensor_fragment
+from deepzero.runtime.zero.guards import fragments_of
 from deepzero.zero import GatheredParameters
 from tests.distributed.pool import on_ranks, sampled
 from tests.distributed.training import WHOLE, built, config, make_batch, make_model, my_micro_batches, one_step, start
@@ -410,10 +409,9 @@ def test_asking_is_no_part_of_a_step_and_leaves_nothing_behind(rank, world, stag
     engine.step()
     assert engine.ledger.last_step.keys() == expected.keys()
     assert any(kind.endswith("_on_request") for kind in engine.ledger.between_steps)
-    records = len(tensor_fragment._ENGINES)
+    assert {fragments_of(param) for param in engine.module.parameters()} == {engine.fragments}
     engine.destroy()
-    gc.collect()
-    assert records - len(tensor_fragment._ENGINES) == len(list(engine.module.parameters()))
+    assert {fragments_of(param) for param in engine.module.parameters()} == {None}
 
 
 def test_names():

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +23,17 @@ from deepzero.config.strict import ConfigError
 if TYPE_CHECKING:
     from deepzero.runtime.zero.partition_parameters import ParamRecord, ZeroParameter
     from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
+    from deepzero.runtime.zero.tensor_fragment import TensorFragments
 
 log = logging.getLogger(__name__)
 
 # ---- ownership -------------------------------------------------------------------------------------------------------
 
-# Parameters of engines (True), and of models that were being moved to one when an exception came (False): nobody can
-# tell which of these have values.
-_CLAIMED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Parameter -> whether an engine owns it, and who knows its fragments, by a weak reference: a parameter may outlive its
+# engine. None: an exception came while the model was being moved, and nobody can tell which parameters have values.
+# Not an attribute of the parameter, which a pickled model would carry.
+_OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+FREE: tuple[bool | None, Callable[[], TensorFragments | None]] = (False, lambda: None)
 
 STAY = (
     "Device and dtype of a model's parameters are settled by deepzero.initialize (precision, the rank's device): move "
@@ -48,7 +52,7 @@ def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurs
     staying: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     for prefix, inside in module.named_modules() if recurse else [("", module)]:
         for key, param in inside._parameters.items():
-            if param is not None and _CLAIMED.get(param):
+            if param is not None and _OWNERS.get(param, FREE)[0]:
                 staying.append((inside._parameters, key, param))
                 # An empty tensor shows what ``fn`` does: it returns the same object only if nothing would change.
                 probe = torch.empty([0] * param.dim(), dtype=param.dtype, device=param.device)
@@ -73,9 +77,10 @@ def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurs
 def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
     """Raise a :class:`ConfigError` if any of these parameters belongs to an engine, or was lost on the way to one."""
     for param, name in names.items():
-        if _CLAIMED.get(param):
+        owned = _OWNERS.get(param, FREE)[0]
+        if owned:
             raise ConfigError(f"parameter {name!r} belongs to another engine; call engine.destroy() on that one first")
-        if param in _CLAIMED:
+        if owned is None:
             raise ConfigError(
                 f"parameter {name!r} is of a model that an earlier deepzero.initialize left in pieces, as it broke off "
                 f"while it moved the parameters. {ANEW}"
@@ -85,13 +90,26 @@ def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
 def register_owner(param: nn.Parameter, name: str) -> None:
     """``param`` belongs to an engine from now on. Raises a :class:`ConfigError` if it belongs to one already."""
     check_unclaimed({param: name})
-    _CLAIMED[param] = True
+    _OWNERS[param] = (True, FREE[1])
     nn.Module._apply = _apply  # type: ignore[method-assign]
 
 
-def unregister_owner(param: nn.Parameter) -> None:
-    """``param`` belongs to no engine any more."""
-    _CLAIMED.pop(param, None)
+def register_fragments(of_engine: TensorFragments) -> None:
+    """Let :func:`fragments_of` find what an engine knows of its model's parameters; of a shared one the last engine."""
+    for param in of_engine.names:
+        _OWNERS[param] = (_OWNERS.get(param, FREE)[0], weakref.ref(of_engine))
+
+
+def fragments_of(param: nn.Parameter) -> TensorFragments | None:
+    """What the engine that has this very parameter, frozen or not, knows of its model's; None without an engine."""
+    found = _OWNERS.get(param, FREE)[1]()
+    return found if found is not None and param in found.names else None
+
+
+def unregister_owners(params: Iterable[nn.Parameter]) -> None:
+    """These parameters belong to no engine any more."""
+    for param in params:
+        _OWNERS.pop(param, None)
 
 
 @contextlib.contextmanager
@@ -101,7 +119,7 @@ def lost_on_error(model: nn.Module) -> Iterator[None]:
         yield
     except BaseException as error:
         for param in model.parameters():
-            _CLAIMED[param] = False
+            _OWNERS[param] = (None, FREE[1])
         text = f"deepzero.initialize broke off while it moved the model's parameters, which it leaves in pieces. {ANEW}"
         getattr(error, "add_note", log.error)(text)  # Python 3.10 has no notes
         raise

@@ -1,22 +1,21 @@
 """What a program declares about its modules before training: leaves, and parameters used outside their modules.
 
-The declarations belong to the modules and live as long as they do, whatever engine they are given to. A leaf is marked
-on the module itself, as DeepSpeed marks it; a copy of the module is a leaf, too.
+The declarations belong to the modules and live as long as they do, whatever engine they are given to. They stand on the
+module itself, as DeepSpeed's do: a copy of a leaf is a leaf, and a copied model's modules use its own parameters.
 
 Source: [DeepSpeed], ``utils/z3_leaf_module.py``, and ``register_external_parameter`` in ``partition_parameters.py``.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 
 from torch import nn
 
 LEAF = "_z3_leaf"
 """The attribute of a module that is a leaf; DeepSpeed's."""
-
-_EXTERNAL: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
+EXTERNAL = "_external_parameters"
+"""The attribute of a module that uses parameters of others: their list."""
 
 
 def set_z3_leaf_modules(
@@ -66,19 +65,19 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
             f"register_external_parameter takes a module and a parameter, got {type(module).__name__} and "
             f"{type(parameter).__name__}"
         )
-    known = _EXTERNAL.setdefault(module, [])
+    known = module.__dict__.setdefault(EXTERNAL, [])
     if not any(p is parameter for p in known):
         known.append(parameter)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """The inverse of :func:`register_external_parameter`. Raises a ValueError if it was not registered."""
-    known = _EXTERNAL.get(module, [])
+    known = external_parameters(module)
     if not any(p is parameter for p in known):
         raise ValueError("this parameter is not registered with this module")
-    _EXTERNAL[module] = [p for p in known if p is not parameter]
+    module.__dict__[EXTERNAL] = [p for p in known if p is not parameter]
 
 
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that are registered with ``module``."""
-    return _EXTERNAL.get(module, [])
+    return module.__dict__.get(EXTERNAL, [])

@@ -64,10 +64,11 @@ from deepzero.runtime.zero.stage_1_and_2 import ParamGroup, ZeroStage1And2
 from deepzero.utils.compile import is_compiled
 from deepzero.utils.exit_hooks import before_the_end
 
-UNDER_WAY: weakref.WeakSet[BucketUnderWay] = weakref.WeakSet()
-"""Of all engines: hooks are plain functions without a reference to one, so that modules can be copied and pickled."""
-FETCHED_AHEAD: weakref.WeakSet[OverlappedZeroStage3] = weakref.WeakSet()
-"""Those that fetch ahead of a step that may not come."""
+UNDER_WAY: weakref.WeakSet[BucketUnderWay | OverlappedZeroStage3] = weakref.WeakSet()
+"""Of all engines: hooks are plain functions without a reference to one, so that modules can be copied and pickled.
+
+In stage 3 a module's own hooks wait; it is here to be ended, since the step that it has fetched for may not come.
+"""
 _CHANGES = threading.RLock()  # around whatever changes or walks it: any thread may wait
 
 # Answered without the values; the stand-in is not contiguous, and the parameter is.
@@ -156,7 +157,7 @@ def wait_for(param: nn.Parameter) -> None:
 def all_under_way() -> tuple[BucketUnderWay, ...]:
     """Every bucket of every engine that is under way now."""
     with _CHANGES:
-        return tuple(UNDER_WAY)
+        return tuple(one for one in UNDER_WAY if isinstance(one, BucketUnderWay))
 
 
 def wait_for_all() -> None:
@@ -167,11 +168,11 @@ def wait_for_all() -> None:
 
 def end_all() -> None:
     """Wait for all that is on its way, and give up what was fetched for a step that does not come: the group ends."""
-    waits = [bucket.wait for bucket in all_under_way()]
-    waits += [partial(stage.coordinator.release_all, discard=True) for stage in list(FETCHED_AHEAD)]
-    for wait in waits:
+    with _CHANGES:
+        everything = tuple(UNDER_WAY)
+    for one in everything:
         with contextlib.suppress(RuntimeError):  # a rank that is gone; whoever needs its part has the error
-            wait()
+            one.wait() if isinstance(one, BucketUnderWay) else one.coordinator.release_all(discard=True)
 
 
 # Others may read, and save, what this rank still sends.
@@ -270,10 +271,9 @@ class OverlappedZeroStage1And2(ZeroStage1And2):
 
     # ---- between steps -----------------------------------------------------------------------------------------------
 
-    def _wait_before_write(self, before_write: Callable[[], None] | None) -> None:
+    def _wait_before_write(self, before_write: Callable[[], None]) -> None:
         self.wait_all_gathers()
-        if before_write is not None:
-            before_write()
+        before_write()
 
     def before_writes(self) -> None:
         """Wait: nothing may be on its way to what is about to be written."""
@@ -340,20 +340,17 @@ class OverlappedZeroStage3(ZeroStage3):
         """5, on the host: as without the overlap, and then fetch what can be."""
         super().uploaded(group, bucket, wait_upload)
         if (partitioned := self._partitioned(group, bucket)) is not None:
-            self._fetch_ahead(partitioned)
+            self._launch_updated(partitioned)
 
     def _stepped(self, group: int, bucket: Bucket) -> None:
         partitioned = self._partitioned(group, bucket)
         if partitioned is not None and partitioned.owner is not None and partitioned in self._first:
             partitioned.owner.cast_masters(partitioned)
-            self._fetch_ahead(partitioned)
+            self._launch_updated(partitioned)
 
-    def _fetch_ahead(self, updated: PartitionedBucket) -> None:
-        self._updated.add(updated)
-        self._launch_updated()
-
-    def _launch_updated(self) -> None:
-        """1 fetch: launch, in their order, the fetches whose shards are new."""
+    def _launch_updated(self, *updated: PartitionedBucket) -> None:
+        """1 fetch: launch, in their order, the fetches whose shards are new, as now those of ``updated`` are."""
+        self._updated.update(updated)
         ledger, ranges = self.comm.ledger, self.comm.ranges
         while self._to_fetch and self._to_fetch[0] in self._updated:
             bucket = self._to_fetch.pop(0)
@@ -362,7 +359,8 @@ class OverlappedZeroStage3(ZeroStage3):
                 bucket.launch(FORWARD, exact=False)
             self.coordinator.count_live(bucket.key, "the step")
             self._ahead.append(bucket)
-            FETCHED_AHEAD.add(self)
+            with _CHANGES:
+                UNDER_WAY.add(self)
 
     def _cast(self, group: PartitionedParamGroup, bucket: PartitionedBucket) -> None:
         if bucket not in self._updated:

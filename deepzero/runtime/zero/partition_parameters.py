@@ -34,6 +34,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -106,20 +107,9 @@ class ZeroParameter(nn.Parameter):
     # Whether the parameter has at most ``stage3_param_persistence_threshold`` elements: it stays whole.
     ds_persist = False
 
-    @property
-    def ds_id(self) -> int:
-        """A number that no other parameter of this process has."""
-        return self._zero.id
-
-    @property
-    def ds_numel(self) -> int:
-        """Elements of the whole parameter."""
-        return self._zero.numel
-
-    @property
-    def ds_shape(self) -> torch.Size:
-        """Shape of the whole parameter."""
-        return self._zero.shape
+    ds_id = property(attrgetter("_zero.id"), doc="A number that no other parameter of this process has.")
+    ds_numel = property(attrgetter("_zero.numel"), doc="Elements of the whole parameter.")
+    ds_shape = property(attrgetter("_zero.shape"), doc="Shape of the whole parameter.")
 
     @property
     def ds_tensor(self) -> Tensor:

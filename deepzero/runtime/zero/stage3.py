@@ -46,7 +46,7 @@ from deepzero.layout import Bucket, Fragment
 from deepzero.placement import GroupPlan
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
-from deepzero.runtime.zero.guards import unregister_owner
+from deepzero.runtime.zero.guards import unregister_owners
 from deepzero.runtime.zero.module_hooks import ModuleHooks
 from deepzero.runtime.zero.parameter_all_gather import SETUP, PlainAllGather, send_to_replicas
 from deepzero.runtime.zero.partition_parameters import (
@@ -243,7 +243,7 @@ class PartitionedParamGroup(ParamGroup):
     @torch.no_grad()
     def writing(self, param: ZeroParameter | None = None) -> Iterator[None]:
         """Around a write to the shard: what is gathered will follow it, and the master of ``param`` does at the end."""
-        if param is not None and self.before_write is not None:
+        if param is not None:
             self.before_write()
         with self.around_write():
             yield
@@ -297,8 +297,8 @@ class PartitionedParamGroup(ParamGroup):
         for bucket in self.buckets:
             _all_gather_params([bucket], SETUP)
             # Each parameter takes a copy of its values, so one bucket is held twice at a time and not the model.
+            unregister_owners(bucket.params)
             for param in bucket.params:
-                unregister_owner(param)
                 unpartition(param)
             bucket.params = []  # they have values of their own now
             bucket.release(discard=True)

@@ -61,7 +61,7 @@ from torch import nn
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.layout import Bucket, Fragment
 from deepzero.placement import GroupPlan
-from deepzero.runtime.zero.guards import STAY, register_owner, unregister_owner
+from deepzero.runtime.zero.guards import STAY, register_owner, unregister_owners
 
 if TYPE_CHECKING:
     from deepzero.runtime.zero.gradient_reduction import GradientReducer
@@ -148,7 +148,7 @@ class ParamGroup:
         self.comm, self.per_tensor = comm, planned.per_tensor
         self.optimizer_group: Any = planned.optimizer_group  # its index; None: not trained
         # Called before parameters are written from outside; may refuse.
-        self.before_write: Callable[[], None] | None = None
+        self.before_write: Callable[[], None] = lambda: None
         self.fragments = self.layout.whole_fragments() if replicated else self.layout.fragments(comm.rank)
         # Index of a parameter -> number of its fragment here; a small parameter may lie wholly on other ranks.
         self._numbers = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
@@ -352,8 +352,7 @@ class ParamGroup:
             master.view(-1).copy_(values[fragment.start :][: fragment.numel])
 
     def _write_param(self, index: int, values: torch.Tensor) -> None:
-        if self.before_write is not None:
-            self.before_write()
+        self.before_write()
         slot, param = self.layout.slots[index], self.params[index]
         self.flat_P[slot.offset : slot.end].copy_(values)
         # A backward pass may still need the old values, so the version goes up; the master follows by itself.
@@ -369,8 +368,7 @@ class ParamGroup:
 
     def release(self) -> None:
         """Let the parameters belong to no engine; they go on lying in the flat buffer."""
-        for param in self.params:
-            unregister_owner(param)
+        unregister_owners(self.params)
 
 
 class ZeroStage1And2:

@@ -23,7 +23,6 @@ Source: [DeepSpeed], ``utils/tensor_fragment.py``.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -32,6 +31,7 @@ from torch import nn
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, BucketReducer
 from deepzero.layout import Bucket, Fragment, ParamSlot, plan_layout
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
+from deepzero.runtime.zero.guards import fragments_of, register_fragments
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
 
 SUFFIX = "_on_request"
@@ -39,9 +39,6 @@ ALL_GATHER = f"fragments.all_gather{SUFFIX}"
 _OUTSIDE_STEP = {ALL_GATHER, *(kind + SUFFIX for kind in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER_GRADIENTS))}
 
 # ---- the registry ----------------------------------------------------------------------------------------------------
-
-_ENGINES: weakref.WeakValueDictionary[int, TensorFragments] = weakref.WeakValueDictionary()
-"""By the parameter's id, which is its own as long as the engine holds it."""
 
 
 class TensorFragments:
@@ -64,19 +61,19 @@ class TensorFragments:
         # Set while model states are offloaded (``offload_states``): raises.
         self.away: Callable[[str], None] | None = None
         self.comm.ledger.untracked_kinds |= _OUTSIDE_STEP
-        self._names = {param: name for name, param in model.named_parameters()}
+        self.names = {param: name for name, param in model.named_parameters()}
         self._fragments = {
             group.params[slot.index]: ParamFragment(self, number, slot, bucket)
             for number, group in enumerate(gradients.groups)
             for bucket in group.layout.buckets
             for slot in bucket.slots
         }
-        _ENGINES.update((id(param), self) for param in self._names)
+        register_fragments(self)
 
     def of(self, param: nn.Parameter) -> ParamFragment | None:
         """The parameter's fragment; None if it is not trained."""
         if self.away is not None:
-            self.away(f"parameter {self._names[param]!r}")
+            self.away(f"parameter {self.names[param]!r}")
         return self._fragments.get(param)
 
     def trained(self, param: nn.Parameter) -> ParamFragment:
@@ -84,22 +81,19 @@ class TensorFragments:
         fragment = self.of(param)
         if fragment is None:
             raise ValueError(
-                f"parameter {self._names[param]!r} is not trained (requires_grad=False, or in no optimizer group): it "
+                f"parameter {self.names[param]!r} is not trained (requires_grad=False, or in no optimizer group): it "
                 "has no master, gradient or optimizer state to set; write it under deepzero.zero.GatheredParameters"
             )
         self.finish_delayed_update()
         return fragment
 
     def forget(self) -> None:
-        """The engine is destroyed: its parameters leave the registry."""
-        for param in self._names:
-            if _ENGINES.get(id(param)) is self:
-                del _ENGINES[id(param)]
-        self._names, self._fragments = {}, {}
+        """The engine is destroyed: it has no parameters any more."""
+        self.names, self._fragments = {}, {}
 
 
 def _engine_of(param: nn.Parameter) -> TensorFragments:
-    engine = _ENGINES.get(id(param))
+    engine = fragments_of(param)
     if engine is None:
         raise ValueError(
             f"a tensor of shape {tuple(param.shape)} is no parameter of an engine: pass one of engine.module's "
