@@ -27,7 +27,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1671, 1150),
     "deepzero/comm": (4343, 2720),
-    "deepzero/runtime": (4380, 3050),
+    "deepzero/runtime": (4379, 3050),
     "deepzero/runtime/zero": (5935, 4550),
     "deepzero/offload": (3599, 2500),
     "deepzero/checkpoint": (3659, 2610),
@@ -39,8 +39,8 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/models": (537, 540),
     "deepzero/data": (524, 400),
     "deepzero/training": (1014, 380),
-    "deepzero/compat": (3383, 1200),
-    "deepzero": (38_032, 23_500),
+    "deepzero/compat": (3382, 1200),
+    "deepzero": (38_030, 23_500),
     "tools": (6010, 2700),
     "tools/book": (1153, 1000),
     "examples": (766, 700),
@@ -218,7 +218,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
 def class_rows(package: list[Source]) -> Iterator[Row]:
     """The largest classes, and the names that two files define."""
     sizes = members(package)
-    for what, index, budget, target in (("methods", 0, 47, 25), ("attributes", 1, 30, 20)):
+    for what, index, budget, target in (("methods", 0, 34, 25), ("attributes", 1, 25, 20)):
         largest = max(sizes, key=lambda name: len(sizes[name][index]))
         over = sum(len(size[index]) > target for size in sizes.values())
         now, note = len(sizes[largest][index]), f"{largest}; {over} above the target"

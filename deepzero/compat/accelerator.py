@@ -72,8 +72,7 @@ def _on_cpu() -> dict[str, Any]:
     physical = its.total_memory(cpu)
     told = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")
     return dict.fromkeys(_NOTHING_ON_CPU.split(), lambda *_, **__: None) | {
-        "Event": None,
-        "Stream": None,
+        **dict.fromkeys(("Event", "Stream")),
         "available_memory": lambda device_index=None: available_host_bytes() or physical,
         "capture_to_graph": lambda graph, pool=None, stream=None: contextlib.nullcontext(),
         "current_device": lambda: int(variables.get("LOCAL_RANK", "0")),
@@ -88,12 +87,9 @@ def _on_cpu() -> dict[str, Any]:
         "is_current_stream_capturing": lambda: False,
         "is_triton_supported": lambda: False,
         "lazy_call": lambda callback: callback(),
-        "manual_seed": torch.manual_seed,
-        "manual_seed_all": torch.manual_seed,
-        "max_memory_allocated": peak,
-        "max_memory_reserved": peak,
-        "memory_allocated": used,
-        "memory_reserved": used,
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.manual_seed),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), peak),
+        **dict.fromkeys(("memory_allocated", "memory_reserved"), used),
         "memory_stats": lambda device_index=None: {
             "allocated_bytes.all.current": used(),
             "allocated_bytes.all.peak": peak(),
@@ -133,8 +129,7 @@ def _anywhere(kind: str, its: dict[str, Any]) -> dict[str, Any]:
         "memory_cached": its["memory_reserved"],
         "on_accelerator": lambda tensor: tensor.device.type == kind,
         "random": lambda: torch.random,
-        "reset_max_memory_allocated": its["reset_peak_memory_stats"],
-        "reset_max_memory_cached": its["reset_peak_memory_stats"],
+        **dict.fromkeys(("reset_max_memory_allocated", "reset_max_memory_cached"), its["reset_peak_memory_stats"]),
         "supported_dtypes": lambda: [dtype for name, dtype in dtypes.items() if computes_in(name)],
         "visible_devices_envs": lambda: ["CUDA_VISIBLE_DEVICES"],
     }  # fmt: skip

@@ -14,36 +14,37 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from deepzero.checkpoint.checkpoint_dir import latest_tag
 from deepzero.checkpoint.checkpointer import Checkpointer
-from deepzero.checkpoint.errors import CheckpointError
-from deepzero.checkpoint.export import DEFAULT_MAX_SHARD
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
-from deepzero.compat import deepspeed_checkpoint, zero_to_fp32
+from deepzero.compat import deepspeed_checkpoint, engine_checkpoints, zero_to_fp32
 from deepzero.compat import parameters as _parameters  # noqa: F401  stage 3's get DeepSpeed's verbs
-from deepzero.compat.deepspeed_checkpoint import LATEST_UNIVERSAL
 from deepzero.compat.engine_getters import EngineGetters
 from deepzero.compat.lr_schedules import name_scheduler
-from deepzero.compat.optimizer_names import NoOptimizer, dress, freeze, refuse_to_train, undress, unfreeze
+from deepzero.compat.optimizer_names import FrozenParameters, NoOptimizer, dress, refuse_to_train, undress
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
 from deepzero.device import accelerator_of
 from deepzero.offload.activations import build_host_activations
 from deepzero.offload.offload_states import StateOffloader
-from deepzero.runtime.diagnostics import whole_state_dict
 from deepzero.runtime.engine import StepRecord
 from deepzero.utils.errors import MisuseError
 
 ROUTES = ("train", "eval", "predict")
 """What a loader of ``deepspeed_io`` is for."""
+
+
+def print_progress(engine: EngineGetters, record: StepRecord) -> None:
+    """One line for every ``steps_per_print`` optimizer steps."""
+    if record.step % (engine.config.steps_per_print or 1) == 0:
+        line = f"step={record.step}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, loss={record.loss:.6g}"
+        print(f"{line}, grad_norm={record.grad_norm:.6g}, loss_scale={record.loss_scale:g}", flush=True)
 
 
 class DeepSpeedEngine(EngineGetters):
@@ -58,199 +59,39 @@ class DeepSpeedEngine(EngineGetters):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig, lr_scheduler: Any = None,
         total_steps: int | None = None, comm: Communicator | None = None,
     ) -> None:  # fmt: skip
-        numel = sum(param.numel() for param in model.parameters())  # before stage 3 takes their elements away
         in_order = [list(group["params"]) for group in optimizer.param_groups]  # before it holds fragments
         # What is frozen here is so for as long as this engine lives, whether it is destroyed or forgotten.
-        self._frozen = freeze(model, optimizer)
-        self._unfreeze = weakref.finalize(self, unfreeze, self._frozen)
-        self._unfreeze.atexit = False
+        self.frozen_parameters = FrozenParameters(model, optimizer)
+        weakref.finalize(self, self.frozen_parameters.thaw).atexit = False
         try:
             super().__init__(model, optimizer, config, lr_scheduler, total_steps, comm)
-            self.model_numel, self.bytes_at_build = numel, accelerator_of(self.device).memory_allocated(self.device)
             self.optimizer_order = in_order
-            self._add_parts()
+            self.bytes_at_build = accelerator_of(self.device).memory_allocated(self.device)
+            self.made.add(self)
+            dress(self)
+            name_scheduler(self.lr_scheduler)
+            if isinstance(self.optimizer, NoOptimizer):
+                self.preconditions.append(refuse_to_train)
+            self.checkpointer = Checkpointer(self, (deepspeed_checkpoint.read,))
+            self.offloader = StateOffloader(self, self.checkpointer.wait)
+            if config.activation_checkpointing.cpu_checkpointing:
+                self.activations = build_host_activations(self)
+            if config.steps_per_print is not None and self.global_rank == 0:
+                self.on_step.append(partial(print_progress, self))
         except BaseException:
-            self._unfreeze()
+            self.frozen_parameters.thaw()
             raise
 
-    def _add_parts(self) -> None:
-        """What DeepSpeed's engine has and the core's has not."""
-        self.made.add(self)
-        self._step_without_sync = -1  # the optimizer step in which ``no_sync`` was entered last
-        self.collate_fn: Callable[[list[Any]], Any] | None = None
-        dress(self)
-        name_scheduler(self.lr_scheduler)
-        if isinstance(self.optimizer, NoOptimizer):
-            self.preconditions.append(refuse_to_train)
-        self.checkpointer = Checkpointer(self, (deepspeed_checkpoint.read,))
-        self.offloader = StateOffloader(self, self.checkpointer.wait)
-        if self.config.activation_checkpointing.cpu_checkpointing:
-            self.activations = build_host_activations(self)
-        if self.config.steps_per_print is not None and self.global_rank == 0:
-            self.on_step.append(self._print_progress)
+    # ---- checkpoints, and the model's values -------------------------------------------------------------------------
 
-    def _print_progress(self, record: StepRecord) -> None:
-        if record.step % (self.config.steps_per_print or 1) == 0:
-            print(
-                f"step={record.step}, skipped={self.skipped_steps}, lr={self.get_lr()}, loss={record.loss:.6g}, "
-                f"grad_norm={record.grad_norm:.6g}, loss_scale={record.loss_scale:g}",
-                flush=True,
-            )
-
-    # ---- checkpoints -------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True, exclude_frozen_parameters: bool = False, asynchronous: bool = False,
-        keep_last: int | None = None,
-    ) -> bool:  # fmt: skip
-        """Save everything that training needs to go on; True. A collective; atomic: the folder appears when whole.
-
-        Args:
-            save_dir: the folder that checkpoints lie in; made if it is not there.
-            tag: name of this one; None: ``global_step`` and the number. A checkpoint of this name is replaced.
-            client_state: of rank 0, given back by :meth:`load_checkpoint`: numbers, strings, lists, tuples,
-                dictionaries, tensors, arrays.
-            save_latest: let the file ``latest`` name it, which is what is loaded without a tag.
-            exclude_frozen_parameters: leave out parameters that are not trained.
-            asynchronous: return after a copy was taken in memory, and write in the background. The next save, the end
-                of the program and :meth:`wait_for_checkpoint` wait for it, and raise what it failed with.
-            keep_last: remove older checkpoints whose tags differ from ``tag`` by digits only, but for the newest.
-
-        Raises a CheckpointError on every rank; what was saved before is untouched.
-
-        Source: ``save_checkpoint`` in ``runtime/engine.py`` of [DeepSpeed].
-        """
-        with_frozen = not exclude_frozen_parameters
-        self.checkpointer.save(save_dir, tag, client_state, save_latest, with_frozen, asynchronous, keep_last)
-        if self.global_rank == 0:
-            zero_to_fp32.leave_script(Path(save_dir).expanduser())
-        return True
-
+    save_checkpoint, load_checkpoint = engine_checkpoints.save_checkpoint, engine_checkpoints.load_checkpoint
+    wait_for_checkpoint = engine_checkpoints.wait_for_checkpoint
+    save_16bit_model = save_fp16_model = engine_checkpoints.save_16bit_model
+    module_state_dict = engine_checkpoints.module_state_dict
+    load_module_state_dict = engine_checkpoints.load_module_state_dict
+    _consolidated_16bit_state_dict = engine_checkpoints.consolidated_16bit_state_dict
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
     _change_recovery_script_permissions = staticmethod(zero_to_fp32.make_executable)
-
-    def wait_for_checkpoint(self) -> None:
-        """Return when the last asynchronous save is on the disk, or raise a CheckpointError if it failed."""
-        self.checkpointer.wait()
-
-    def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str | None = None, exclude_frozen_parameters: bool = False,
-        max_shard_size: str | int = DEFAULT_MAX_SHARD,
-    ) -> bool:  # fmt: skip
-        """Save the model in the compute dtype as safetensors that Hugging Face's libraries read; True. A collective.
-
-        Parameters are gathered one by one and written by rank 0 as they come, as by ``python -m tools.export``. A model
-        that is there is replaced when the new one is complete.
-
-        Args:
-            save_dir: the folder; made if it is not there.
-            save_filename: of the file; None: ``model.safetensors``. A name in ``.bin`` or ``.pt`` is a file of
-                ``torch.save``, undivided (no ``max_shard_size``), for which rank 0's host holds the whole model.
-            exclude_frozen_parameters: leave out parameters that are not trained.
-            max_shard_size: a larger model is divided among several files and an index.
-
-        Raises a CheckpointError on every rank; what was there before is untouched.
-
-        Source: ``save_16bit_model`` in ``runtime/engine.py`` of [DeepSpeed], which writes ``pytorch_model.bin``.
-        """
-        if str(save_filename).endswith((".bin", ".pt")):
-            self.check("save_16bit_model")
-            self.finish_delayed_update()
-            path = Path(save_dir).expanduser() / str(save_filename)
-            state_dict = partial(self._consolidated_16bit_state_dict, exclude_frozen_parameters)
-            zero_to_fp32.save_by_torch(path, state_dict, max_shard_size)
-            return True
-        self.checkpointer.save_16bit_model(save_dir, save_filename, not exclude_frozen_parameters, max_shard_size)
-        return True
-
-    save_fp16_model = save_16bit_model
-
-    def load_checkpoint(
-        self, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True,
-        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
-        custom_load_fn: None = None,
-    ) -> tuple[str, dict[str, Any]] | tuple[None, None]:  # fmt: skip
-        """Go on where a checkpoint was saved, by any number of ranks in any stage. A collective.
-
-        Args:
-            load_dir: the folder that checkpoints were saved to, or one checkpoint: deepzero's, or DeepSpeed's own of
-                stages 1 to 3 and universal ones (``docs/checkpoints.md``). With ``load_module_only`` also a folder
-                with ``model.safetensors`` or its index, or one safetensors file: see ``docs/export.md``.
-            tag: which one; None: the one that ``latest`` names, or with ``checkpoint.load_universal`` the one of
-                ``latest_universal`` if that is there.
-            load_module_strict: False loads the parameters and buffers that model and checkpoint have in common.
-            load_optimizer_states: False leaves moments and hyper-parameters of the optimizer as they are.
-            load_lr_scheduler_states: False leaves the schedule where it is.
-            load_module_only: parameters, their masters and buffers, and nothing else: no counters either.
-            custom_load_fn: not here, and refused: values go into partitions, by ranges of elements.
-
-        Returns:
-            The checkpoint's path and the client state that was saved with it; twice None, with a warning, where
-            nothing has been saved yet: no folder, or an empty one (but weights alone have to be there).
-
-        Raises:
-            CheckpointError: on every rank, with the file and what is wrong: of another model, not complete, damaged.
-                Where that is found when some tensors are filled, every use of the engine raises until a load succeeds.
-
-        Source: ``load_checkpoint`` in ``runtime/engine.py`` of [DeepSpeed]; there a missing ``latest`` is a warning
-        also where checkpoints are.
-        """
-        if custom_load_fn is not None:
-            raise CheckpointError(
-                "load_checkpoint(custom_load_fn=…): deepzero fills partitions and has no whole state dict to give; "
-                "give the model other names or values before deepzero.initialize, or use load_module_strict=False"
-            )
-        latest = Path(load_dir).expanduser() / LATEST_UNIVERSAL
-        if tag is None and self.config.load_universal and latest.is_file():
-            tag = latest_tag(latest.parent, LATEST_UNIVERSAL)
-        return self.checkpointer.load(
-            load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
-        )
-
-    # ---- the model's values ------------------------------------------------------------------------------------------
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The model's own state dict, in the compute dtype, whole on every rank; stage 3: a collective, a copy.
-
-        Parameters that are tied in the model are one tensor in stage 3's copy too.
-        """
-        if self.config.zero.stage == 3 or exclude_frozen_parameters:
-            return whole_state_dict(self.module, not exclude_frozen_parameters)
-        return self.module.state_dict()
-
-    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load values into the model on every rank; the masters follow before the next step."""
-        self.check("load_module_state_dict")
-        self.finish_delayed_update()
-        self.before_writes()
-        self.module.load_state_dict(state_dict, strict=strict)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``.grad`` of the model's parameters, where no gradient of the step under way is.
-
-        As in DeepSpeed it is harmless where the engine accumulates, so that scripts may call it before every
-        micro-batch. In a step with :meth:`no_sync` the script accumulates itself: there the sums of the step
-        are dropped, and its micro-batches stay counted.
-        """
-        self.module.zero_grad(set_to_none)
-        if self._step_without_sync == self.global_steps:
-            count = self.micro_steps
-            self.discard_gradients()
-            self.micro_steps = count
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """As in DDP: no reduction inside, and :meth:`zero_grad` drops what has been accumulated in this step."""
-        with super().no_sync():
-            self._step_without_sync = self.global_steps
-            yield
-
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """The model's whole state dict in the compute dtype on rank 0's CPU; None on other ranks. A collective."""
-        state = whole_state_dict(self.module, not exclude_frozen_parameters, on_cpu_of_rank_0=True)
-        return state if self.global_rank == 0 else None
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def empty_partition_cache(self) -> None:
         """Let go of gathered parameters, and of their free buffers."""
@@ -332,6 +173,19 @@ class DeepSpeedEngine(EngineGetters):
 
     # ---- when gradients are reduced ----------------------------------------------------------------------------------
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear ``.grad`` of the model's parameters, where no gradient of the step under way is.
+
+        As in DeepSpeed it is harmless where the engine accumulates, so that scripts may call it before every
+        micro-batch. In a step with :meth:`no_sync` the script accumulates itself: there the sums of the step
+        are dropped, and its micro-batches stay counted.
+        """
+        self.module.zero_grad(set_to_none)
+        if self.state.step_without_sync == self.global_steps:
+            count = self.micro_steps
+            self.discard_gradients()
+            self.micro_steps = count
+
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduce this step's gradients now, and not in :meth:`step`. A collective, after the step's last backward pass.
 
@@ -401,21 +255,12 @@ class DeepSpeedEngine(EngineGetters):
             super().destroy()
             self.checkpointer.close()
             undress(self.optimizer)
-            self._unfreeze()
+            self.frozen_parameters.thaw()
 
     @classmethod
     def of(cls, model: Any) -> DeepSpeedEngine | None:
         """The engine that has this very model."""
         return next((one for one in cls.made if one.module is model and not one.state.destroyed), None)
-
-    @contextlib.contextmanager
-    def unfrozen(self) -> Iterator[None]:
-        """What this engine has frozen requires gradients inside, as after :meth:`destroy`."""
-        unfreeze(self._frozen)
-        try:
-            yield
-        finally:
-            unfreeze(self._frozen, trains=False)
 
     # ---- ranks -------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from deepzero.checkpoint.checkpointer import Checkpointer
 from deepzero.checkpoint.manifest import shard_name
 from deepzero.comm import process_group
 from deepzero.comm.flight_recorder import world_group
@@ -123,10 +124,12 @@ def _file_of_states(engine: Engine, checkpoints_path: str | Path, tag: str, expp
 class EngineGetters(Engine):
     """An :class:`Engine` with DeepSpeed's getters."""
 
-    model_numel: int
-    """Elements of the whole model, before anything was partitioned."""
+    checkpointer: Checkpointer
     training_dataloader: DataLoader[Any] | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
 
+    model_numel = property(lambda self: sum(param.numel() for param in self.module.parameters()))
+    stopping = property(attrgetter("state.stopping"))
     global_rank = property(attrgetter("comm.rank"))
     world_size = dp_world_size = property(attrgetter("comm.world_size"))
     data_parallel_group = seq_data_parallel_group = property(lambda self: world_group())

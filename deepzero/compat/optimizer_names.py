@@ -12,7 +12,8 @@ Source: the attributes of these names in ``runtime/zero/stage_1_and_2.py``, ``ru
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, ClassVar, cast
 
@@ -110,7 +111,7 @@ class ParameterOffloadNames:
         """The hooks are there."""
 
 
-def _groups(engine: Engine, of: Callable[[Any], list[Any]]) -> list[Any]:
+def _groups(engine: Engine, of: Callable[[Any], Iterable[Any]]) -> list[Any]:
     return [item for group in engine.zero.groups for item in of(group)]
 
 
@@ -150,15 +151,12 @@ _OURS = ("_deepzero_engine", "_deepzero_inner")
 """What the optimizer's attributes have of these lines while it belongs to an engine."""
 READ: dict[str, Callable[[Engine], Any]] = {
     "overflow": lambda engine: engine.last_step is not None and engine.last_step.skipped,
-    "loss_scale": lambda engine: engine.scaler.scale,
-    "cur_scale": lambda engine: engine.scaler.scale,
-    "loss_scaler": lambda engine: LossScalerNames(engine.scaler),
-    "loss_scale_config": lambda engine: LossScalerNames(engine.scaler),
+    **dict.fromkeys(("loss_scale", "cur_scale"), lambda engine: engine.scaler.scale),
+    **dict.fromkeys(("loss_scaler", "loss_scale_config"), lambda engine: LossScalerNames(engine.scaler)),
     "dynamic_loss_scale": lambda engine: engine.scaler.kind == "dynamic",
     "_global_grad_norm": lambda engine: engine.last_step.grad_norm if engine.last_step is not None else 0.0,
     "clip_grad": lambda engine: engine.config.gradient_clipping,
-    "dtype": lambda engine: engine.zero.dtypes.compute,
-    "low_precision_dtype": lambda engine: engine.zero.dtypes.compute,
+    **dict.fromkeys(("dtype", "low_precision_dtype"), lambda engine: engine.zero.dtypes.compute),
     "gradient_accumulation_dtype": lambda engine: engine.zero.dtypes.accumulation,
     "needs_scaler": lambda engine: lambda: engine.scaler.kind == "dynamic",
     "partition_count": lambda engine: engine.comm.world_size,
@@ -185,12 +183,8 @@ READ_3 = READ | {
     "leaf_parameters": lambda engine: {
         module: list(module.parameters()) for module in engine.module.modules() if z3_leaf_module(module)
     },
-    "fp16_groups": lambda engine: _groups(
-        engine, lambda group: [[group.params[fragment.slot.index]] for fragment in group.fragments]
-    ),
-    "fp16_partitioned_groups_flat": lambda engine: _groups(
-        engine, lambda group: [group.param_fragment(fragment) for fragment in group.fragments]
-    ),
+    "fp16_groups": lambda engine: _groups(engine, lambda its: [[its.params[f.slot.index]] for f in its.fragments]),
+    "fp16_partitioned_groups_flat": lambda engine: _groups(engine, lambda its: map(its.param_fragment, its.fragments)),
     "fp32_partitioned_groups_flat": lambda engine: _groups(engine, lambda group: group.masters),
 }
 
@@ -269,22 +263,34 @@ def undress(optimizer: torch.optim.Optimizer) -> None:
         optimizer.__class__ = type(optimizer).__bases__[0]
 
 
-def freeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[weakref.ref[nn.Parameter]]:
-    """Without an optimizer let no parameter require a gradient, so that none gets one; return those that did.
+class FrozenParameters:
+    """Without an optimizer no parameter requires a gradient, so that none gets one; until :meth:`thaw`.
 
-    Weakly: hooks of parameters lead to their engine, which could not go while something held on to them.
+    Held weakly: hooks of parameters lead to their engine, which could not go while something held on to them.
     """
-    if not isinstance(optimizer, NoOptimizer):
-        return []
-    check_unclaimed({param: name for name, param in model.named_parameters()})
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    for param in trainable:
-        param.requires_grad_(False)
-    return [weakref.ref(param) for param in trainable]
 
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._params: list[weakref.ref[nn.Parameter]] = []
+        if isinstance(optimizer, NoOptimizer):
+            check_unclaimed({param: name for name, param in model.named_parameters()})
+            self._params = [weakref.ref(param) for param in model.parameters() if param.requires_grad]
+            self._require_grad(False)
 
-def unfreeze(frozen: list[weakref.ref[nn.Parameter]], trains: bool = True) -> None:
-    """The inverse of :func:`freeze`; without ``trains`` the same again."""
-    for reference in frozen:
-        if (param := reference()) is not None:
-            param.requires_grad_(trains)
+    def _require_grad(self, required: bool) -> None:
+        for reference in self._params:
+            if (param := reference()) is not None:
+                param.requires_grad_(required)
+
+    def thaw(self) -> None:
+        """Let them require gradients again, once and for all."""
+        self._require_grad(True)
+        self._params = []
+
+    @contextmanager
+    def thawed(self) -> Iterator[None]:
+        """They require gradients inside."""
+        self._require_grad(True)
+        try:
+            yield
+        finally:
+            self._require_grad(False)

@@ -65,10 +65,7 @@ class Gathered:
 
 
 def all_gather(
-    param: ZeroParameter,
-    param_list: Iterable[nn.Parameter] | None = None,
-    async_op: bool = False,
-    hierarchy: int = 0,
+    param: ZeroParameter, param_list: Iterable[nn.Parameter] | None = None, async_op: bool = False, hierarchy: int = 0
 ) -> Gathered:
     """Gather these parameters (None: this one), outside of passes, until :func:`partition`. A collective.
 
@@ -94,12 +91,9 @@ def all_gather_coalesced(
 
 
 def partition(
-    param: ZeroParameter,
-    param_list: Iterable[nn.Parameter] | None = None,
-    hierarchy: int = 0,
-    has_been_updated: bool = False,
-    free_data: bool = True,
-) -> None:
+    param: ZeroParameter, param_list: Iterable[nn.Parameter] | None = None, hierarchy: int = 0,
+    has_been_updated: bool = False, free_data: bool = True,
+) -> None:  # fmt: skip
     """End :func:`all_gather`. A write is taken over with ``has_been_updated``, from rank 0; else it raises."""
     if not free_data:
         raise NotImplementedError(
@@ -187,9 +181,7 @@ for _kind in (ZeroParameter, PersistentParameter):
         # HpZ's and MiCS's secondary partition: here of the parameter's bucket, in the messages that travel; and the
         # group of ranks that keep it among them. None without.
         "ds_secondary_tensor": _of_strategy(lambda strategy: strategy.secondary_shard),
-        "ds_zero_param_process_group": _of_strategy(
-            lambda strategy: strategy.group.handle if strategy.group is not None else None
-        ),
+        "ds_zero_param_process_group": _of_strategy(lambda strategy: strategy.group and strategy.group.handle),
     }.items():
         setattr(_kind, _name, _verb)
 

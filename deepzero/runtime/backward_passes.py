@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from deepzero.comm.collectives import Communicator
+from deepzero.runtime.consistency import exact_sum
 from deepzero.runtime.home_stream import HomeStream
 from deepzero.runtime.loss_scaler import LossScaler
 from deepzero.runtime.pytree import output_tensors, scalar_loss
@@ -45,8 +46,8 @@ class BackwardPasses:
         last_micro_batch: Callable[[], bool],
         check: Callable[[str], None],
     ) -> None:
-        self._stage, self._scaler, self._ledger, self._ranges = stage, scaler, comm.ledger, comm.ranges
-        self._last_micro_batch, self._check = last_micro_batch, check
+        self._stage, self._scaler, self._last_micro_batch, self._check = stage, scaler, last_micro_batch, check
+        self._ledger, self._ranges, self._read = comm.ledger, comm.ranges, comm.read
         self.count = 0
         """Backward passes that have ended since the last boundary."""
         # Losses of this step's micro-batches, detached: reading one would make the CPU wait for the GPU.
@@ -172,10 +173,10 @@ class BackwardPasses:
 
     # ---- between steps -----------------------------------------------------------------------------------------------
 
-    def take_losses(self) -> list[torch.Tensor]:
-        """The losses of this optimizer step's passes, scalars on the device; they are forgotten here."""
-        losses, self._losses = self._losses, []
-        return losses
+    def take_loss(self, micro_batches: int) -> float | None:
+        """This rank's losses, one for each micro-batch, added: once a step the CPU waits for them. None without any."""
+        losses, self._losses = [self._read(loss.reshape(1))[0] for loss in self._losses], []
+        return exact_sum(losses) * (micro_batches / len(losses)) if losses else None
 
     def aborted(self) -> bool:
         """Whether a backward pass has reached parameters, never ended, and is not under way now."""

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,6 +62,10 @@ class Dtypes:
         compute = config.precision.dtype
         wire = config.communication_data_type or compute
         return cls(*(TORCH_DTYPES[name] for name in (compute, wire, config.grad_accum_dtype)))
+
+    def cast(self, value: Any) -> Any:
+        """An input of the model: a tensor of floats in the compute dtype, anything else as it is."""
+        return value.to(self.compute) if torch.is_tensor(value) and value.is_floating_point() else value
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,11 @@ class ZeroComponents:
         self.bucket_reducer.forget()
         if self.meter is not None:
             self.meter.restart()
+
+    def drop_step(self, ledger: Ledger) -> None:
+        """An optimizer step is not taken: what belongs to it is forgotten, the books are closed."""
+        self.forget_residuals()
+        ledger.close_step()
 
     def close_step(self, ledger: Ledger, applied: bool) -> None:
         """An optimizer step is complete: measure what is due, close the books."""

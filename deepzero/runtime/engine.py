@@ -41,7 +41,7 @@ from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.backward_passes import BackwardPasses
 from deepzero.runtime.build import build_zero
-from deepzero.runtime.consistency import StepAgreement, agree, exact_sum
+from deepzero.runtime.consistency import StepAgreement, agree
 from deepzero.runtime.diagnostics import find_bad_gradient
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
@@ -80,9 +80,11 @@ class StepState:
     # What set_gradient_accumulation_boundary has decided; None: every ``accumulation``-th micro-batch is one.
     boundary: bool | None = None
     inside_no_sync: bool = False
+    step_without_sync: int = -1  # the optimizer step in which ``no_sync`` was entered last
     open: bool = False  # from the boundary (4) until the ranks have agreed (5): gradients may still be dropped
     applied: bool = False  # the last call of ``step`` has changed the parameters
     asked_to_stop: bool = False  # ``request_stop`` was called on this rank
+    stopping: bool = False  # on all ranks since a step in which one had been asked to: time to save and leave
     bad_losses: int = 0  # skipped steps in a row for want of a finite loss
     destroyed: bool = False
 
@@ -143,8 +145,6 @@ class Engine(nn.Module):
 
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
         self.last_step: StepRecord | None = None
-        # True on all ranks since the step in which one of them was asked to stop: time to save and leave.
-        self.stopping = False
         self.state = StepState()
         # From here on what is sent and allocated belongs to training, and is compared with the predictions.
         self.comm.ledger.close_setup()
@@ -162,7 +162,7 @@ class Engine(nn.Module):
         self.comm.trail.step = self.global_steps + 1
         # Parameters are in the compute dtype, and torch's matrix products mix no dtypes; integers stay as they are.
         if self.config.precision.auto_cast:
-            args, kwargs = pytree.tree_map(self._cast_input, (args, kwargs))
+            args, kwargs = pytree.tree_map(self.zero.dtypes.cast, (args, kwargs))
         with contextlib.ExitStack() as stack:
             for context in self.around_forward:
                 stack.enter_context(context())
@@ -189,10 +189,6 @@ class Engine(nn.Module):
                 "engine.discard_gradients() on every rank, then begin the optimizer step again with its first "
                 "micro-batch"
             )
-
-    def _cast_input(self, value: Any) -> Any:
-        floating = torch.is_tensor(value) and value.is_floating_point()
-        return value.to(self.zero.dtypes.compute) if floating else value
 
     # ---- backward: 1 fetch, 2 release, 3 gradient ready --------------------------------------------------------------
 
@@ -277,15 +273,16 @@ class Engine(nn.Module):
         # 5 step: agree on finiteness and norm, unscale and clip, optimizer on the masters. The agreement is the one
         # place where ranks wait for one another's word, so everything that one rank knows alone travels in it.
         with self.comm.ranges.span("agree"):
-            words, loss, count = zero.stage.gradients.norm_sq_partials(), self._sum_of_losses(), self.batch.accumulation
+            words, count = zero.stage.gradients.norm_sq_partials(), self.batch.accumulation
+            loss = self.passes.take_loss(count)
             agreement = agree(self.comm, words, loss, count, self.state.asked_to_stop, trouble is not None)
         # From here on all ranks hold the same agreement, so they take the same branch of everything below.
         self.state.open = False
-        self.stopping = agreement.stop
+        self.state.stopping = agreement.stop
         if agreement.trouble:
             # Some rank is: the others raise too, with its text, and nothing was updated. A second collective, after the
             # agreement: only steps in trouble pay for the texts.
-            self._drop_step()
+            zero.drop_step(ledger)
             self.comm.raise_on_all_ranks(trouble)
         # The scale that divides these gradients is the one that multiplied their loss: read before it is updated.
         scale, mean_divisor = self.scaler.scale, self._mean_divisor()
@@ -334,11 +331,6 @@ class Engine(nn.Module):
         """The divisor that makes the sum of this step's scaled gradients over ranks and micro-batches their mean."""
         return self.comm.world_size * self.batch.accumulation * self.scaler.scale
 
-    def _sum_of_losses(self) -> float | None:
-        """Of this rank, one for each micro-batch; reading it makes the CPU wait for the device, once per step."""
-        losses = [self.comm.read(loss.reshape(1))[0] for loss in self.passes.take_losses()]
-        return exact_sum(losses) * (self.batch.accumulation / len(losses)) if losses else None
-
     def _end_passes(self) -> RuntimeError | None:
         """Update masters, check what trains, end stage 3's passes; return what keeps this rank from a step."""
         found, zero = None, self.zero
@@ -351,17 +343,13 @@ class Engine(nn.Module):
                 found = found or error
         return found
 
-    def _drop_step(self) -> None:
-        self.zero.forget_residuals()
-        self.comm.ledger.close_step()
-
     def _check_finite(self, agreement: StepAgreement) -> None:
         """Stop before anything is updated, and say where it began, when no smaller loss scale can help."""
         state = self.state
         hopeless = agreement.bad_losses or self.config.precision.check_grad_overflow  # in fp16 the scale falls
         state.bad_losses = state.bad_losses + 1 if not agreement.finite and hopeless else 0
         if state.bad_losses >= BAD_LOSSES:
-            self._drop_step()
+            self.zero.drop_step(self.comm.ledger)
             losses = ", ".join(f"{value} on rank {rank}" for rank, value in agreement.bad_losses)
             what = f"the loss is not finite ({losses})" if losses else "gradients are not finite"
             raise NonFiniteError(
@@ -371,7 +359,7 @@ class Engine(nn.Module):
             )
         if agreement.finite or self.config.precision.skips_overflow:
             return
-        self._drop_step()
+        self.zero.drop_step(self.comm.ledger)
         where = find_bad_gradient(self.module, self.zero.optimizer_shard)
         raise NonFiniteError(
             f"step {self.global_steps + 1}: the gradient of {where} is not finite (loss {agreement.loss}). "
@@ -404,7 +392,7 @@ class Engine(nn.Module):
             raise MisuseError(f"the no_sync context manager is incompatible with {what}")
         if self.state.inside_no_sync:
             raise MisuseError("no_sync context manager reentry is unsupported: it is entered already")
-        self.state.inside_no_sync = True
+        self.state.inside_no_sync, self.state.step_without_sync = True, self.global_steps
         try:
             yield
         finally:
@@ -420,7 +408,7 @@ class Engine(nn.Module):
         self.zero.stage.discard_gradients()
         if self.state.open:
             self.state.open = False
-            self._drop_step()
+            self.zero.drop_step(self.comm.ledger)
         # Back to the first micro-batch, or the boundary would come after fewer of them than the mean divides by.
         self.micro_steps -= self.micro_steps % self.batch.accumulation
 

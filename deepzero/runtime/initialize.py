@@ -124,7 +124,7 @@ def _taken(
 ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """What :func:`_agreed` gives. An engine that has this model goes on unless everything can be used."""
     older = DeepSpeedEngine.of(model)
-    with older.unfrozen() if older is not None else contextlib.nullcontext():
+    with older.frozen_parameters.thawed() if older is not None else contextlib.nullcontext():
         found = _agreed(problem, settings, model, older is not None, *given)
     if older is not None:
         older.destroy()
