@@ -34,7 +34,7 @@ This module is pure integers, and needs no process: it can be asked about 10,000
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ class Bucket:
     shard_offset: int  # start of this bucket's part in every rank's master_S, grad_S, shard_S
     slots: tuple[ParamSlot, ...]
     world_size: int
+    _true_numels: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By rank, once asked for: each step counts padding."""
 
     @property
     def shard_numel(self) -> int:
@@ -115,7 +117,9 @@ class Bucket:
 
     def true_numel_of(self, rank: int) -> int:
         """Elements of ``rank``'s part that belong to parameters; the rest is padding."""
-        return sum(self.fragment(slot, rank).numel for slot in self.slots)
+        if rank not in self._true_numels:
+            self._true_numels[rank] = sum(self.fragment(slot, rank).numel for slot in self.slots)
+        return self._true_numels[rank]
 
     def padding_of(self, rank: int) -> int:
         """Elements of ``rank``'s part that belong to no parameter."""

@@ -70,9 +70,7 @@ def one_step(reduce_scatter: bool) -> Counted:
     }
     shard = engine.zero.optimizer_shard
     counted = Counted(
-        sent,
-        held=sum(grads.nbytes for grads in shard.grad_S),
-        used=sum(grad.nbytes for grad in shard.grads.values()),
+        sent, held=sum(grads.nbytes for grads in shard.grad_S), used=sum(grad.nbytes for grad in shard.grads.values())
     )
     engine.destroy()
     return counted

@@ -51,10 +51,7 @@ if __name__ == "__main__":
 from tools.rewrite import PACKAGE, ROOT, functions, give_code, tree_of
 
 ROOMS = ("comm", "runtime/zero", "offload", "checkpoint")
-COMPILED = {
-    "offload/adam_kernels.py",
-    "utils/compile.py",
-}
+COMPILED = {"offload/adam_kernels.py", "utils/compile.py"}
 """Their functions are read by compilers, which know no probe and keep what they have compiled."""
 TESTS = ("tests/unit", "tests/distributed", "deepzero")
 HITS = "__deepzero_hits__"

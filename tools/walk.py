@@ -93,7 +93,7 @@ HOPS = (
     Hop(READY, GRADS + "UnreducedGradients.take", "it is taken out of param.grad",
         {"param.grad": "w.param.grad", "waiting": "self.waiting_of(w.param)"}),
     Hop(READY, GRADS + "GradientReducer._count", "so many of its bucket's gradients are still to come, after this one",
-        {"missing": "self._missing[self._position[param]]"}),
+        {"missing": "self._missing[self._position[key]]"}),
     Hop("", GRADS + "GradientReducer._reduce_bucket", "its last gradient is there, and it is next in order",
         {"bucket": "bucket.index"}, "call"),
     Hop("", GRADS + "UnreducedGradients.fill", "the bucket's gradients are copied into a buffer, and freed",

@@ -193,11 +193,7 @@ class SavePlan:
 
 
 def collect(
-    holdings: EngineState,
-    facts: dict[str, Any],
-    lr_scheduler: Any,
-    client_state: Mapping[str, Any],
-    with_frozen: bool,
+    holdings: EngineState, facts: dict[str, Any], lr_scheduler: Any, client_state: Mapping[str, Any], with_frozen: bool
 ) -> SavePlan:
     """Plan the shards. A collective; nothing is written.
 

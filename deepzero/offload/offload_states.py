@@ -111,11 +111,7 @@ class OffloadedStorages:
     """
 
     def __init__(
-        self,
-        leaving: Sequence[StorageSpec],
-        reachable: Iterable[torch.Tensor],
-        wire: HostDeviceCopier,
-        pin: bool,
+        self, leaving: Sequence[StorageSpec], reachable: Iterable[torch.Tensor], wire: HostDeviceCopier, pin: bool
     ) -> None:
         self._wire, regions = wire, plan(leaving)
         self.arena = HostArena(regions, wire.device, pin)

@@ -38,7 +38,8 @@ from deepzero.planning.clusters import Cluster
 from deepzero.planning.op_cost import OpCost, WorkMeter
 
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23)  # bytes that a rank contributes to a collective
-ROWS, WIDTH = 512, 1024  # of the layers that are timed: a micro-batch's tokens, a model's width
+# Of the layers that are timed: a micro-batch's tokens, a model's width. On a GPU launching must take no part of it.
+ROWS_AND_WIDTH, ON_GPU = (512, 1024), (8192, 4096)
 ROUNDS = 5  # the median of so many counts
 
 
@@ -55,10 +56,11 @@ def probe(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Cluster:
     comm = Communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()), nodes)
     accelerator, host_bytes = accelerator_of(device), float(accelerator_of(cpu).total_memory(cpu))
     memory_bytes = float(accelerator.total_memory(device)) if accelerator.has_streams else host_bytes / nodes.per_node
-    products = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
-    others = [layer for _ in range(3) for layer in (nn.LayerNorm(WIDTH), nn.GELU())]
+    rows, width = ON_GPU if accelerator.has_streams else ROWS_AND_WIDTH
+    products = [nn.Linear(width, width, bias=False) for _ in range(3)]
+    others = [layer for _ in range(3) for layer in (nn.LayerNorm(width), nn.GELU())]
     tiny = [layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())]
-    wide = torch.randn(ROWS, WIDTH, device=device).to(dtype).requires_grad_()
+    wide = torch.randn(rows, width, device=device).to(dtype).requires_grad_()
     product_ops, product_seconds = _timed(products, wide)
     attention_ops, attention_seconds = _timed([_Attention()], wide)
     function_ops, function_seconds = _timed(others, wide)

@@ -282,11 +282,7 @@ def plan_groups(
 
 
 def place_model(
-    model: nn.Module,
-    planned: Sequence[GroupPlan],
-    config: EngineConfig,
-    comm: Communicator,
-    offload: Offload | None,
+    model: nn.Module, planned: Sequence[GroupPlan], config: EngineConfig, comm: Communicator, offload: Offload | None
 ) -> list[ParamGroup]:
     """Stages 0-2: move the model to the device, with rank 0's values, the trainable parameters into flat buffers."""
     # What modules that are not plain do when they are moved is done; the parameters stay where they are. Buffers are on

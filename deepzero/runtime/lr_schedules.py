@@ -46,16 +46,7 @@ import torch
 
 from deepzero.comm import process_group
 from deepzero.config.engine import SchedulerConfig
-from deepzero.config.strict import (
-    AtLeast,
-    ConfigError,
-    Count,
-    NotNegative,
-    Section,
-    build,
-    convert,
-    require,
-)
+from deepzero.config.strict import AtLeast, ConfigError, Count, NotNegative, Section, build, convert, require
 
 log = logging.getLogger(__name__)
 

@@ -358,11 +358,7 @@ def test_what_is_off_asks_for_nothing(said):
             "zeropp_loco_param": None,
             "save_muon_momentum_buffer_in_memory": False,
             "offload_param": {},
-            "offload_optimizer": {
-                "device": "none",
-                "super_offload": False,
-                "fast_init": True,
-            },
+            "offload_optimizer": {"device": "none", "super_offload": False, "fast_init": True},
         },
     }
     assert load_engine_config(given) == load_engine_config({})

@@ -128,10 +128,7 @@ class Renamed(TinyModel):
 
 MODELS = {
     "larger": (Larger, "3 missing there (extra.bias, extra.weight, seen); load_module_strict=False loads what both"),
-    "renamed": (
-        Renamed,
-        "(last_norm.bias, last_norm.weight); 2 not known here (norm.bias, norm.weight)",
-    ),
+    "renamed": (Renamed, "(last_norm.bias, last_norm.weight); 2 not known here (norm.bias, norm.weight)"),
     "wider": (lambda: TinyModel(hidden=39), "parameter 'blocks.0.1.weight' has shape (37, 24) there and (39, 24) here"),
     "fewer": (make_model, "3 not known here (extra.bias, extra.weight, seen)"),
 }

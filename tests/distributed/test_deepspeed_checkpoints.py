@@ -169,11 +169,7 @@ DAMAGES = {
     "malicious": (MODEL, edited(lambda content: content.update(evil=Evil())), "no plain data (builtins.eval)"),
     "no moments": ("universal/zero/embed.weight/exp_avg.pt", Path.unlink, "of exp_avg of 'embed.weight'"),
     "no shapes": (MODEL, edited(lambda content: content.pop("param_shapes")), "is not as DeepSpeed 0.9 to 0.19 writes"),
-    "another model": (
-        MODEL,
-        edited(lambda c: c["buffer_names"].clear()),
-        "is of another model: 1 missing",
-    ),
+    "another model": (MODEL, edited(lambda c: c["buffer_names"].clear()), "is of another model: 1 missing"),
     "tensor parallel": (MODEL, lambda path: shutil.copy(path, path.with_name("mp_rank_01_model_states.pt")), "divided"),
     "one bit": (OPTIM, one_bit, "/data/1 is not what was written"),
 }

@@ -336,7 +336,7 @@ def test_a_gradient_that_parameters_share_is_added_up_once(rank, world):
         for k in range(3):
             engine.backward(engine(torch.arange(32.0) + k + rank))
             if stage < 2 and engine.stage.gradients.unreduced._waiting:
-                places.add(engine.stage.gradients.unreduced._waiting[engine.module.c].data_ptr())
+                places.add(engine.stage.gradients.unreduced.waiting_of(engine.module.c).data_ptr())
             engine.step()
         assert stage >= 2 or len(places) == 1  # what nobody shares is added to in place
         norms.add(engine.last_step.grad_norm)

@@ -22,13 +22,7 @@ from deepzero.layout import plan_layout
 from deepzero.planning.clusters import AZURE_NC24R, DGX_2H, H100_HDR, RANKS
 from deepzero.runtime.consistency import AGREEMENT
 from deepzero.runtime.loss_scaler import build_loss_scaler
-from deepzero.runtime.memory_model import (
-    Elements,
-    StateSizes,
-    predicted_memory,
-    predicted_traffic,
-    reduction_traffic,
-)
+from deepzero.runtime.memory_model import Elements, StateSizes, predicted_memory, predicted_traffic, reduction_traffic
 from deepzero.runtime.zero.fetch_plan import FetchLimits, ModuleUse, compile_plan
 from deepzero.runtime.zero.parameter_all_gather import FORWARD
 from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER, get_data_parallel_partitions

@@ -73,15 +73,16 @@ class UnreducedGradients:
         self._unused_named: set[str] = set()
         # Aligned starts leave holes between parameters; where they are is asked for every bucket of every micro-batch.
         self._gaps = {(g, b.index): b.gaps() for g, group in enumerate(groups) for b in group.layout.buckets}
+        # By id, here and below: torch hashes a tensor in Python, which thousands of questions in a step would pay.
         self._slot_of = {
-            param: (g, slot)
+            id(param): (g, slot)
             for g, group in enumerate(groups)
             for param, slot in zip(group.params, group.layout.slots, strict=True)
         }
         # What waits: autograd's own tensors, or views of the flat buffers; and second gradients of a pass, which wait
         # apart, also where the first is still here: the sum's bits do not depend on the buckets.
-        self._waiting: dict[nn.Parameter, torch.Tensor] = {}
-        self._later: dict[nn.Parameter, torch.Tensor] = {}
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._later: dict[int, torch.Tensor] = {}
         # The count of references of a tensor that is held once: such a gradient is added to in place.
         self._alone = references(torch.empty(0))
         # A sum of micro-batches in bf16 would lose what one in fp32 keeps.
@@ -94,7 +95,7 @@ class UnreducedGradients:
 
     def held(self) -> list[torch.Tensor]:
         """Tensors counted as gradients: those that wait now, and the flat buffers."""
-        own = (grad for param, grad in self._waiting.items() if self.flat[self._slot_of[param][0]] is None)
+        own = (grad for key, grad in self._waiting.items() if self.flat[self._slot_of[key][0]] is None)
         return [*own, *self._later.values(), *(flat for flat in self.flat if flat is not None)]
 
     def take(self, param: nn.Parameter, again: bool = False) -> None:
@@ -107,24 +108,22 @@ class UnreducedGradients:
         if grad.requires_grad:  # with create_graph=True it would keep its graph alive
             grad = grad.detach()
         param.grad = None  # the parameter lets go; the tensor is freed once copied, by ``fill`` at the latest
-        g, slot = self._slot_of[param]
+        key = id(param)
+        g, slot = self._slot_of[key]
         flat, waiting = (None, self._later) if again else (self.flat[g], self._waiting)
-        if flat is None and param not in waiting:  # most gradients, and nothing more is done for them
-            waiting[param] = grad
+        if flat is None and key not in waiting:  # most gradients, and nothing more is done for them
+            waiting[key] = grad
         else:
-            self._add(waiting, param, grad, flat[slot.offset : slot.end] if flat is not None else None)
+            self._add(waiting, key, grad, flat[slot.offset : slot.end] if flat is not None else None)
 
     @outliving_pass()
-    def _add(
-        self, waiting: dict[nn.Parameter, torch.Tensor], param: nn.Parameter, grad: torch.Tensor,
-        place: torch.Tensor | None,
-    ) -> None:  # fmt: skip
+    def _add(self, waiting: dict[int, torch.Tensor], key: int, grad: torch.Tensor, place: torch.Tensor | None) -> None:
         # ``place``: of the wider buffer, where there is one. What the step before left there is overwritten.
-        before = waiting.get(param)
+        before = waiting.get(key)
         if place is None:
-            waiting[param] = grad if before is None else self._sum(before, grad)
+            waiting[key] = grad if before is None else self._sum(before, grad)
         else:
-            waiting[param] = place.copy_(_dense(grad)) if before is None else before.add_(_dense(grad))
+            waiting[key] = place.copy_(_dense(grad)) if before is None else before.add_(_dense(grad))
 
     def _sum(self, before: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """The sum in autograd's order and dtype: with a sparse part it is as dense as the other one."""
@@ -135,15 +134,15 @@ class UnreducedGradients:
 
     def waiting_of(self, param: nn.Parameter) -> torch.Tensor | None:
         """1-D: what waits to be sent next of one parameter, or None."""
-        grad = self._waiting.get(param, self._later.get(param))
+        grad = self._waiting.get(id(param), self._later.get(id(param)))
         return _dense(grad) if grad is not None else None
 
     def waiting(self, g: int, bucket: Bucket) -> bool:
         """Whether any gradient of a bucket waits to be sent."""
         if not (self._waiting or self._later):  # as at the end of nearly every pass
             return False
-        params = [self.groups[g].params[slot.index] for slot in bucket.slots]
-        return any(param in waiting for param in params for waiting in (self._waiting, self._later))
+        keys = [id(self.groups[g].params[slot.index]) for slot in bucket.slots]
+        return any(key in waiting for key in keys for waiting in (self._waiting, self._later))
 
     @outliving_pass()
     def fill(self, g: int, bucket: Bucket, send_buffer: torch.Tensor, name_unused: bool = True) -> None:
@@ -157,9 +156,9 @@ class UnreducedGradients:
             send_buffer[lo:hi].zero_()  # padding is summed and measured too, and the buffer held another bucket
         targets, gradients = list[torch.Tensor](), list[torch.Tensor]()
         for slot in bucket.slots:
-            param, target = group.params[slot.index], send_buffer.narrow(0, slot.offset - bucket.offset, slot.numel)
-            if (waiting := self._waiting.pop(param, None)) is None:
-                waiting = self._later.pop(param, None)
+            key, target = id(group.params[slot.index]), send_buffer.narrow(0, slot.offset - bucket.offset, slot.numel)
+            if (waiting := self._waiting.pop(key, None)) is None:
+                waiting = self._later.pop(key, None)
             if waiting is not None:
                 targets.append(target)
                 gradients.append(_dense(waiting))
@@ -245,9 +244,9 @@ class GradientReducer:
         # Of the backward pass under way: the position in ``order``, which gradients have arrived, how many are missing
         # in each bucket.
         self._cursor = 0
-        self._seen: set[nn.Parameter] = set()
+        self._seen: set[int] = set()
         self._position = {
-            self.groups[g].params[slot.index]: position
+            id(self.groups[g].params[slot.index]): position
             for position, (g, bucket) in enumerate(order)
             for slot in bucket.slots
         }
@@ -270,11 +269,11 @@ class GradientReducer:
         """
         sent_now = self._sent_now(last_micro_batch)
         # A second gradient of one pass (see backward_end) must not overtake the first, whose bucket may be on its way.
-        self.unreduced.take(param, again=sent_now and param in self._seen)
+        self.unreduced.take(param, again=sent_now and id(param) in self._seen)
         if not sent_now:
             return
         self._pass_began = True
-        if param in self.leaf_params:
+        if self.leaf_params and param in self.leaf_params:
             return
         self._count(param)
         # Most gradients end here. One that completes the bucket that is next launches it, and all complete ones behind.
@@ -286,8 +285,8 @@ class GradientReducer:
         if not self._sent_now(last_micro_batch):
             return
         self._pass_began = True
-        mine = [param for param in params if param in self._position]
-        for position in {self._position[param] for param in mine}:
+        mine = [param for param in params if id(param) in self._position]
+        for position in {self._position[id(param)] for param in mine}:
             self._completions[position] = self._completions.get(position, 0) + 1
         for param in mine:
             self._count(param)
@@ -295,9 +294,9 @@ class GradientReducer:
             self._reduce_bucket(g, bucket, last_micro_batch)
 
     def _count(self, param: nn.Parameter) -> None:
-        if param not in self._seen:
-            self._seen.add(param)
-            self._missing[self._position[param]] -= 1
+        if (key := id(param)) not in self._seen:
+            self._seen.add(key)
+            self._missing[self._position[key]] -= 1
 
     def _complete_buckets(self) -> Iterator[BucketRef]:
         """The buckets that are complete and next in order."""

@@ -220,13 +220,16 @@ class WriteGuard:
     def written(self, every_element: bool = False) -> ZeroParameter | None:
         """A parameter that was written, if any; with ``every_element`` no sample is taken, and no device spared."""
         bucket = self.bucket
-        data_ptr = bucket.gather.comm.data_ptr
-        start = data_ptr(bucket.gathered)
-        for param, slot, version in zip(bucket.params, bucket.layout.slots, self._versions, strict=True):
-            inside = (slot.offset - bucket.layout.offset) * bucket.gathered.itemsize
-            moved = bucket.shown and slot.numel and data_ptr(param) != start + inside
-            if param._version != version or moved:
+        params, slots, data_ptr = bucket.params, bucket.layout.slots, bucket.gather.comm.data_ptr
+        for param, version in zip(params, self._versions, strict=True):
+            if param._version != version:
                 return param
+        if bucket.shown:
+            start, itemsize = data_ptr(bucket.gathered), bucket.gathered.itemsize
+            start -= bucket.layout.offset * itemsize
+            for param, slot in zip(params, slots, strict=True):
+                if data_ptr(param) != start + slot.offset * itemsize and slot.numel:
+                    return param
         # With one rank the shard would be compared with itself, which tells nothing.
         itself = bucket.in_place and self._samples is None
         looks = not itself and (every_element or bucket.gathered.device.type == "cpu")

@@ -55,7 +55,7 @@ import torch
 from deepzero.comm.chaos import storage_ptr_of
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.comm.ledger import Traffic
-from deepzero.comm.quantization import Format, Quantizer
+from deepzero.comm.quantization import Format, Quantizer, chunk_on
 from deepzero.comm.quantized_reduce import QuantizedReduce
 from deepzero.comm.reduce_scatter import Key
 from deepzero.comm.topology import RankGroup
@@ -74,9 +74,6 @@ METER = "quantization.all_gather"
 
 NO_NOISE_DB = 400.0
 """The ratio reported where nothing was lost; more than fp64 could tell apart."""
-
-CHUNK = 1 << 18
-"""Elements that are measured at a time."""
 
 # ---- how a bucket is gathered ----------------------------------------------------------------------------------------
 
@@ -402,8 +399,9 @@ class QuantizationMonitor:
         quantizer, shard = bucket.gather.quantizer, bucket.shard
         if quantizer is None:
             return 0.0, 0.0
-        step = max(CHUNK // quantizer.format.block, 1) * quantizer.format.block
-        size, device = min(step, shard.numel()), self.comm.device
+        device = self.comm.device
+        step = max(chunk_on(device) // quantizer.format.block, 1) * quantizer.format.block
+        size = min(step, shard.numel())
         message = torch.empty(quantizer.format.message_bytes(size), dtype=torch.uint8, device=device)
         decoded = torch.empty(size, dtype=torch.float32, device=device)
         total = torch.zeros(2, dtype=torch.float64, device=device)
