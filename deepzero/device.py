@@ -188,28 +188,6 @@ class Accelerator:
         """Give what no tensor uses back, for other processes."""
         torch.accelerator.empty_cache()
 
-    def start_memory_history(self, stacks: bool, max_entries: int) -> bool:
-        """Record what is allocated and freed, and who has allocated what lives; with ``stacks``, what was freed, too.
-
-        False: nothing was started, since the program records already or torch has no history for this device.
-        """
-        known = getattr(torch._C, f"_{self.kind}_isHistoryEnabled", None)
-        if known is None or known():
-            return False
-        # Frames of C++ cost far more than those of Python.
-        context = "all" if stacks else "state"
-        self.module.memory._record_memory_history(context=context, stacks="python", max_entries=max_entries)
-        return True
-
-    def stop_memory_history(self) -> None:
-        """Record it no more."""
-        self.module.memory._record_memory_history(enabled=None)
-
-    def dump_memory_history(self, path: str) -> None:
-        """Write what was recorded, for https://pytorch.org/memory_viz; nothing where torch has no history."""
-        if hasattr(self.module.memory, "_dump_snapshot"):
-            self.module.memory._dump_snapshot(path)
-
     def lock_pages(self, address: int, nbytes: int, d: torch.device) -> None:
         """Lock host memory that ``d`` copies from and to, as it stands: torch's own pinned memory is rounded up.
 
@@ -254,6 +232,35 @@ class Accelerator:
     def set_rng_state(self, state: torch.Tensor, d: torch.device) -> None:
         """Go on from :meth:`rng_state`'s."""
         self.module.set_rng_state(state, d)
+
+
+class MemoryHistory:
+    """The history that torch's allocator keeps of an accelerator's memory."""
+
+    def __init__(self, its: Accelerator) -> None:
+        self._its = its
+
+    def start(self, stacks: bool, max_entries: int) -> bool:
+        """Record what is allocated and freed, and who has allocated what lives; with ``stacks``, what was freed, too.
+
+        False: nothing was started, since the program records already or torch has no history for this device.
+        """
+        known = getattr(torch._C, f"_{self._its.kind}_isHistoryEnabled", None)
+        if known is None or known():
+            return False
+        # Frames of C++ cost far more than those of Python.
+        context = "all" if stacks else "state"
+        self._its.module.memory._record_memory_history(context=context, stacks="python", max_entries=max_entries)
+        return True
+
+    def stop(self) -> None:
+        """Record it no more."""
+        self._its.module.memory._record_memory_history(enabled=None)
+
+    def dump(self, path: str) -> None:
+        """Write what was recorded, for https://pytorch.org/memory_viz; nothing where torch has no history."""
+        if hasattr(self._its.module.memory, "_dump_snapshot"):
+            self._its.module.memory._dump_snapshot(path)
 
 
 class NullAccelerator(Accelerator):

@@ -100,7 +100,7 @@ class EngineState:
             for fragment in group.layout.fragments(self.comm.rank):
                 first, master = fragment.start if group.replicated else 0, masters[fragment.slot.index]
                 name = plain_name(group.names[fragment.slot.index])
-                yield StateRun(name, fragment.start, fragment.numel, master, first, group.per_tensor)
+                yield StateRun(name, fragment.start, fragment.numel, master, first, group.placement.per_tensor)
 
     def frozen_runs(self) -> Iterator[Entry]:
         """This rank's elements of partitioned parameters that are not trained."""

@@ -98,7 +98,7 @@ class DeepSpeedEngine(EngineGetters):
         self.check("empty_partition_cache")
         self.zero.stage.before_writes()
         if self.zero.stage3 is not None:
-            self.zero.stage3.clear()
+            self.zero.stage3.coordinator.clear()
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """Compile the module with ``torch.compile``: stages 0 to 2, whose parameters stay; a MisuseError in stage 3."""

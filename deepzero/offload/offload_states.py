@@ -276,7 +276,7 @@ class StateOffloader:
                 if bucket.status is not ZeroParamStatus.NOT_AVAILABLE:
                     raise RuntimeError(f"offload_states inside GatheredParameters({bucket.names}): leave it first")
                 _ = bucket.shard  # what is on its way to it from the host has arrived
-            stage3.clear()
+            stage3.coordinator.clear()
 
     # ---- 2: which storages -------------------------------------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class StateOffloader:
         tensors = {
             "optim_states": self._optimizer_states(),
             "hp_params": separate + [master for group in zero.groups for master in group.masters],
-            "lp_params": [*params, *(stage3.secondaries() if stage3 is not None else ())],
+            "lp_params": [*params, *(stage3.coordinator.secondaries() if stage3 is not None else ())],
             "lp_grads": list(gradients.held_gradients()),
             "contiguous_grad_buffer": list(zero.bucket_reducer.kept()),
         }

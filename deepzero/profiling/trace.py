@@ -26,7 +26,7 @@ import torch
 from deepzero.comm.profiler_ranges import Ranges, Recorder
 from deepzero.config.run import ProfilerConfig
 from deepzero.config.strict import ConfigError
-from deepzero.device import Accelerator, accelerator_of
+from deepzero.device import Accelerator, MemoryHistory, accelerator_of
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +122,8 @@ class Recording:
         ranges: Ranges | None = None,
     ) -> None:
         self._ranges = ranges or Ranges()
-        self.folder, self.worker, self._cfg, self._accelerator = folder, worker, cfg, accelerator
-        self._held, self._snapshots = held if cfg.memory else None, cfg.memory and accelerator.has_streams
+        self.folder, self.worker, self._cfg, self._held = folder, worker, cfg, held if cfg.memory else None
+        self._history = MemoryHistory(accelerator) if cfg.memory and accelerator.has_streams else None
         self._recorder: Recorder | None = None
         self._started_history = self._broken = False
         self.tried = False  # a trace was written, or it was said why not
@@ -148,9 +148,8 @@ class Recording:
             log.warning("profiler: %s: %s; training goes on without", type(error).__name__, error)
 
     def _begin(self) -> None:
-        if self._snapshots:
-            start = self._accelerator.start_memory_history
-            self._started_history = start(self._cfg.with_stack, _SNAPSHOT_EVENTS)
+        if self._history is not None:
+            self._started_history = self._history.start(self._cfg.with_stack, _SNAPSHOT_EVENTS)
         self._recorder = Recorder(self._held)
         self._ranges.start(self._recorder)
 
@@ -159,10 +158,10 @@ class Recording:
         if self._recorder is not None:
             self._ranges.stop()
             self._recorder = None
-        if self._started_history:
+        if self._history is not None and self._started_history:
             self._started_history = False
             try:
-                self._accelerator.stop_memory_history()
+                self._history.stop()
             except Exception as error:  # a GPU that has failed fails here again
                 log.warning("profiler: the memory history stays on: %s: %s", type(error).__name__, error)
 
@@ -183,8 +182,8 @@ class Recording:
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
-            if self._snapshots:
-                self._accelerator.dump_memory_history(str(self.folder / f"{stem}.memory_snapshot.pickle"))
+            if self._history is not None:
+                self._history.dump(str(self.folder / f"{stem}.memory_snapshot.pickle"))
         except Exception as error:  # what watches a run does not stop it
             log.warning("profiler: no trace in %s: %s: %s; training goes on", self.folder, type(error).__name__, error)
         finally:

@@ -139,7 +139,7 @@ class ZeroComponents:
         if self.offload is not None:
             self.offload.close()
         if self.stage3 is not None:
-            self.stage3.clear()
+            self.stage3.coordinator.clear()
 
 
 def build_zero(

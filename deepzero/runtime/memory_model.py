@@ -559,10 +559,10 @@ def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledg
     ledger.watch("moments", moments, padding["moments"])
     ledger.watch("buckets", buckets)
     if stage3 is not None:
-        ledger.watch("gathered", stage3.gather_buffers, most=stage3.most_gathered)
-        ledger.watch(SPARE, stage3.spare_buffers)
-        if stage3.secondaries():
-            ledger.watch(SECONDARY, stage3.secondaries)
+        ledger.watch("gathered", stage3.coordinator.gather_buffers, most=stage3.coordinator.most_gathered)
+        ledger.watch(SPARE, stage3.coordinator.spare_buffers)
+        if stage3.coordinator.secondaries():
+            ledger.watch(SECONDARY, stage3.coordinator.secondaries)
     if offload is not None:
         inside = sum(t.nbytes for t in stepped_on_host() if offload.holds(t))
         padding[MOMENTS] = sum(t.nbytes for t in offload.tensors(MOMENTS)) - inside

@@ -197,7 +197,7 @@ def test_two_ranks(rank, world):
         engine = built(settings(zero))
         done = [one_step(engine, rank, world, step) for step in range(3)]
         found.append(([(step.loss, step.grad_norm) for step in done], engine.params_sha256()))
-        assert (len(engine.zero.stage3.secondaries()) > 0) == (zero is not WHOLE)
+        assert (len(engine.zero.stage3.coordinator.secondaries()) > 0) == (zero is not WHOLE)
         engine.destroy()
     assert found[0] == found[1] == found[2]
 
@@ -244,7 +244,7 @@ def test_states_that_leave_between_phases(rank, world):
         one_step(engine, rank, world, step)
         one_step(twin, rank, world, step)
         engine.offload_states()
-        assert sum(t.nbytes for t in engine.zero.stage3.secondaries() if t.untyped_storage().nbytes()) == 0
+        assert sum(t.nbytes for t in engine.zero.stage3.coordinator.secondaries() if t.untyped_storage().nbytes()) == 0
         engine.reload_states()
     assert engine.params_sha256() == twin.params_sha256() and engine.last_step == twin.last_step
 
@@ -318,7 +318,7 @@ def test_the_account_after_a_load(rank, world, tmp_path, zero):
     engine.save_checkpoint(tmp_path)
     engine.load_checkpoint(tmp_path)
     one_step(engine, rank, world, 2)
-    secondaries = engine.zero.stage3.secondaries
+    secondaries = engine.zero.stage3.coordinator.secondaries
     assert len(secondaries()) > 0
     as_predicted(engine.report()["communication"])
     assert not any(pool._taken for pool in engine.zero.stage3.coordinator.pools)  # given back

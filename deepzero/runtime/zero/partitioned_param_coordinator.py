@@ -368,6 +368,30 @@ class PartitionedParameterCoordinator:
         bucket, generation = self.pool.owners.get(storage_ptr_of(tensor), (None, 0))
         return bucket if bucket is not None and bucket.generation == generation else None
 
+    # ---- what is gathered --------------------------------------------------------------------------------------------
+
+    def gather_buffers(self) -> list[torch.Tensor]:
+        """What is gathered, or on its way."""
+        return [buffer for pool in self.pools for buffer in pool.buffers(free=False)]
+
+    def spare_buffers(self) -> list[torch.Tensor]:
+        """What is kept for the next gather, on a CPU; a GPU's allocator keeps it."""
+        return [buffer for pool in self.pools for buffer in pool.buffers(taken=False)]
+
+    def most_gathered(self) -> int:
+        """The most bytes of both in this pass."""
+        return sum(pool.most_numel * pool.dtype.itemsize for pool in self.pools)
+
+    def secondaries(self) -> list[torch.Tensor]:
+        """HpZ and MiCS: the secondary shards, which this rank keeps for its group."""
+        shards = (bucket.gather.secondary_shard for bucket in self.buckets)
+        return [shard for shard in shards if shard is not None]
+
+    def clear(self) -> None:
+        """Let go of free buffers."""
+        for pool in self.pools:
+            pool.clear()
+
     # ---- how -------------------------------------------------------------------------------------------------------
 
     def count_live(self, key: int, where: str) -> None:

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 
 import torch
 from torch import nn
@@ -44,7 +43,6 @@ from deepzero.comm.collectives import Communicator
 from deepzero.config.zero import ZeroConfig
 from deepzero.layout import Bucket, Fragment
 from deepzero.placement import GroupPlan
-from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import unregister_owners
 from deepzero.runtime.zero.module_hooks import ModuleHooks
@@ -70,8 +68,6 @@ from deepzero.runtime.zero.stage_1_and_2 import (
     update_master_from_param,
 )
 
-GatherBuilder = Callable[[Bucket, int, bool], PlainAllGather]
-"""The all-gather of a bucket, given its key, and whether its shard lies in host memory."""
 HostGather = Callable[[Bucket, torch.dtype, Communicator, str], PlainAllGather]
 """As :class:`PlainAllGather`, for a shard in host memory."""
 
@@ -105,19 +101,21 @@ def partition_model(
     pool = build_pool(dtype, config, comm)
     builders, messages = gather_builders(planned, config, comm, dtype)
 
-    def build_gather(frozen: bool, bucket: Bucket, key: int, on_host: bool) -> PlainAllGather:
-        make = host_gather if on_host and host_gather is not None else PlainAllGather
-        return builders[frozen](make(bucket, dtype, comm, f"bucket {key}"))
-
     groups: list[ParamGroup] = []
     buckets: list[PartitionedBucket] = []
+
+    def build_bucket(owner: PartitionedParamGroup, layout: Bucket) -> PartitionedBucket:
+        key = len(buckets)
+        make = host_gather if host_gather is not None and owner.placement.keeps_on_host(layout) else PlainAllGather
+        gather = builders[owner.optimizer_group is None](make(layout, dtype, comm, f"bucket {key}"))
+        params = [owner.params[slot.index] for slot in layout.slots]
+        buckets.append(PartitionedBucket(key, layout, params, owner.param_shard(layout), gather, pool, owner))
+        return buckets[-1]
+
     for group in planned:
         index, labels = group.optimizer_group, [names[p] for p in group.params]
         if group.partitioned:
-            gather = partial(build_gather, index is None)
-            cut = PartitionedParamGroup(labels, group, comm, pool, len(buckets), allocate, gather)
-            buckets.extend(cut.buckets)
-            groups.append(cut)
+            groups.append(PartitionedParamGroup(labels, group, dtype, comm, allocate, build_bucket))
         elif index is not None:
             groups.append(ParamGroup(labels, group, dtype, comm, allocate))
     # While the order of modules is recorded, room for two buckets: the one in use and the next.
@@ -160,9 +158,8 @@ class PartitionedParamGroup(ParamGroup):
     in groups of their own that no optimizer sees, without masters.
 
     ``names`` and ``planned.params`` are in the order of the layout; the parameters become partitioned, and those that
-    ``zero.Init`` has cut are cut anew. ``pool`` has buffers of the compute dtype; ``first_key`` is the coordinator's
-    number of the first bucket; ``allocate`` gives what lives in host memory; ``build_gather`` makes each bucket's
-    all-gather.
+    ``zero.Init`` has cut are cut anew. ``allocate`` gives what lives in host memory; ``build_bucket`` makes a bucket of
+    the layout when its shard is filled.
     """
 
     partitioned = True
@@ -172,21 +169,19 @@ class PartitionedParamGroup(ParamGroup):
         self,
         names: Sequence[str],
         planned: GroupPlan,
+        dtype: torch.dtype,
         comm: Communicator,
-        pool: BufferPool,
-        first_key: int,
         allocate: HostAllocator | None,
-        build_gather: GatherBuilder,
+        build_bucket: Callable[[PartitionedParamGroup, Bucket], PartitionedBucket],
     ) -> None:
         # Where shard_S lies; master_S is the base class's.
         self.shard_on_host: torch.Tensor | None = None
         if planned.parameter_numel and allocate is not None:
-            self.shard_on_host = allocate(HOST_PARAMETERS, planned.parameter_numel, pool.dtype)
-        self.pool, self._first_key, self._build_gather = pool, first_key, build_gather
+            self.shard_on_host = allocate(HOST_PARAMETERS, planned.parameter_numel, dtype)
         # Around a write to the shard; may refuse.
         self.around_write: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.buckets: list[PartitionedBucket] = []
-        super().__init__(names, planned, pool.dtype, comm, allocate)
+        super().__init__(names, planned, dtype, comm, allocate)
+        self.buckets = [build_bucket(self, bucket) for bucket in self.layout.buckets]
 
     def _take_values(self, index: int) -> torch.Tensor:
         """1-D and whole: rank 0's values, or what ``zero.Init`` has partitioned. A placeholder is left."""
@@ -208,12 +203,7 @@ class PartitionedParamGroup(ParamGroup):
         self.shard_on_device = torch.zeros(numel, dtype=self.dtype, device=self.device)
 
     def _attach_params(self, shapes: Sequence[torch.Size]) -> None:
-        """The parameters are placeholders; their buckets lie over views of ``shard_S``."""
-        for bucket in self.layout.buckets:
-            key, inside = self._first_key + bucket.index, [self.params[slot.index] for slot in bucket.slots]
-            gather = self._build_gather(bucket, key, self.placement.keeps_on_host(bucket))
-            shard = self.param_shard(bucket)
-            self.buckets.append(PartitionedBucket(key, bucket, inside, shard, gather, self.pool, self))
+        """Nothing: the parameters are placeholders; buckets lie over views of ``shard_S``, and show them."""
 
     # ---- the group's tensors -----------------------------------------------------------------------------------------
 
@@ -416,30 +406,6 @@ class ZeroStage3(ZeroStage1And2):
 
     def _cast(self, group: PartitionedParamGroup, bucket: PartitionedBucket) -> None:
         group.cast_masters(bucket)  # a method, as ``overlap_param_gather.py`` casts some of them earlier
-
-    # ---- what is gathered --------------------------------------------------------------------------------------------
-
-    def gather_buffers(self) -> list[torch.Tensor]:
-        """What is gathered, or on its way."""
-        return [buffer for pool in self.coordinator.pools for buffer in pool.buffers(free=False)]
-
-    def spare_buffers(self) -> list[torch.Tensor]:
-        """What is kept for the next gather, on a CPU; a GPU's allocator keeps it."""
-        return [buffer for pool in self.coordinator.pools for buffer in pool.buffers(taken=False)]
-
-    def most_gathered(self) -> int:
-        """The most bytes of both in this pass."""
-        return sum(pool.most_numel * pool.dtype.itemsize for pool in self.coordinator.pools)
-
-    def secondaries(self) -> list[torch.Tensor]:
-        """HpZ and MiCS: the secondary shards, which this rank keeps for its group."""
-        shards = (bucket.gather.secondary_shard for bucket in self.coordinator.buckets)
-        return [shard for shard in shards if shard is not None]
-
-    def clear(self) -> None:
-        """Let go of free buffers."""
-        for pool in self.coordinator.pools:
-            pool.clear()
 
     # ---- between steps -----------------------------------------------------------------------------------------------
 

@@ -145,7 +145,7 @@ class ParamGroup:
     ) -> None:
         self.names, self.layout, self.dtype, self.replicated = list(names), planned.layout, dtype, replicated
         self.params: Sequence[nn.Parameter] = list(planned.params)
-        self.comm, self.per_tensor = comm, planned.per_tensor
+        self.comm = comm
         self.optimizer_group: Any = planned.optimizer_group  # its index; None: not trained
         # Called before parameters are written from outside; may refuse.
         self.before_write: Callable[[], None] = lambda: None
@@ -169,7 +169,7 @@ class ParamGroup:
         for fragment in self.fragments if self.optimizer_group is not None else ():
             separate = self.separate_masters(fragment.shard_start, fragment.numel)
             master = (self.param_fragment(fragment) if separate is None else separate).detach()
-            shown = master.view(shapes[fragment.slot.index]) if self.per_tensor else master
+            shown = master.view(shapes[fragment.slot.index]) if planned.per_tensor else master
             self.masters.append(shown.requires_grad_())
         self._attach_params(shapes)
 
