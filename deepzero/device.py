@@ -3,7 +3,7 @@
 Everything that deepzero asks of a GPU it asks an :class:`Accelerator`, and no other file says ``torch.cuda``. There are
 three kinds of it. The *real* one stands over torch.accelerator, and over ``torch.cuda``, ``torch.xpu`` or whichever
 module torch has for the device. It is written for CUDA, and for ROCm (which torch calls cuda), XPU and NPU as far as
-torch's names go: it has been tried on none of these three. The *null* one is the CPU's: nothing
+torch's names go: it has been tried on CUDA alone. The *null* one is the CPU's: nothing
 runs beside the program, so an event is always over and a stream is the caller's own order, and the same code runs. A
 *simulated* one looks on: it is given to :func:`use`, and finds what would be a race on a real one.
 

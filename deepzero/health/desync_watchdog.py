@@ -269,7 +269,7 @@ class NcclWatchdog(GroupObserver):
 
     NCCL's waits hold up the GPU and not the CPU, and its own watchdog ends the process at the time-out of the process
     group. A little earlier (nine tenths of it) each rank prints where it is, also one that has nothing to launch for so
-    long; it is one line. Tried with a made-up clock; it has not run on GPUs.
+    long; it is one line. Tried with a made-up clock; it has not run on several GPUs.
     """
 
     def __init__(self, board: StoreMailbox, timeout_seconds: float) -> None:
