@@ -158,7 +158,6 @@ class PartitionedParameterCoordinator:
         # The block of activation checkpointing that the backward pass runs again now (0: none); how many it has run.
         self._run = self._runs = 0
         self.live_numel = self.max_live_numel = 0
-        self._warned_live = False
 
     # ---- what the hooks call -----------------------------------------------------------------------------------------
 
@@ -397,13 +396,14 @@ class PartitionedParameterCoordinator:
     def count_live(self, key: int, where: str) -> None:
         """A bucket is on its way, or here: it counts until it is released."""
         self.live_numel += self.numels[key]
-        self.max_live_numel = max(self.max_live_numel, self.live_numel)
-        if self.live_numel > self.limits.live_numel and not self._warned_live and self.comm.rank == 0:
-            self._warned_live = True
+        if (
+            self.live_numel > self.limits.live_numel >= self.max_live_numel and self.comm.rank == 0
+        ):  # for the first time
             log.warning(
                 "%s needs %d gathered elements at once, more than stage3_max_live_parameters=%d (said once)",
                 where, self.live_numel, self.limits.live_numel,
             )  # fmt: skip
+        self.max_live_numel = max(self.max_live_numel, self.live_numel)
         self.live[key] = None
         self.buckets[key].release_when_unreferenced = False
 
