@@ -7,11 +7,16 @@ rank, with the loop.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
+import signal
 import time
 from pathlib import Path
+from typing import Any, NoReturn
 
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds: Ctrl-C ends them without a traceback
 if "RANK" in os.environ:  # under torchrun; read by torch when it is imported: no C++ text above our own errors
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -19,18 +24,21 @@ import torch
 from omegaconf import DictConfig
 
 import deepzero
+from deepzero.checkpoint.checkpoint_dir import RUN_CHECKPOINTS
 from deepzero.comm import process_group
+from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.run import RunConfig
 from deepzero.data.corpus import load_corpus
 from deepzero.data.loader import batches_on
 from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.evaluation import sample, validate
-from deepzero.launch.rank_process import on_stop_request
+from deepzero.launch.rank_process import leave, on_stop_request, stop_signal
+from deepzero.monitor.monitor import Monitor
 from deepzero.profiling.trace import trace
 from deepzero.training.build_model import build_model, sequences
 from deepzero.training.command_line import CommandLine
-from deepzero.training.reporting import StepTimeline, build_monitor, complete_timeline, final_facts, step_record
-from deepzero.training.run_folder import Command, join, load_start, save_if_due, stop
+from deepzero.training.reporting import StepTimeline, build_monitor, complete_timeline, final_facts
+from deepzero.training.run_folder import Command, data_of, join, load_start, tag_of
 from deepzero.utils.closed_pipe import exit_with
 
 
@@ -85,6 +93,38 @@ def train(run: RunConfig, run_dir_name: str, command: Command) -> None:
     monitor.finish(final_facts(run, engine, text))
     process_group.shutdown()
     complete_timeline(run, run_dir, engine, monitor.line)
+
+
+def step_record(run: RunConfig, engine: DeepSpeedEngine) -> dict[str, Any]:
+    """What the step that has just ended says of itself. Every rank calls it: layers' norms are a collective."""
+    every = run.logger.gradient_norms_every
+    norms = engine.gradient_norms() if every and engine.global_steps % every == 0 else {}
+    return {**vars(engine.last_step), **engine.step_metrics(), **norms}
+
+
+def save_if_due(run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, sampler: GlobalBatchSampler) -> None:
+    """A checkpoint every so many steps, after the last step, and before the run leaves."""
+    every, step, last = run.train.save_every, engine.global_steps, run.train.steps
+    if every and (step % every == 0 or step == last or engine.stopping):
+        engine.save_checkpoint(
+            run_dir / RUN_CHECKPOINTS,
+            tag_of(step),
+            client_state={"data": data_of(run, sampler)},
+            asynchronous=run.train.save_async and not engine.stopping,
+            keep_last=run.train.keep_last,
+        )
+
+
+def stop(run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, monitor: Monitor, command: Command) -> NoReturn:
+    """Leave in order: every rank is here, and the checkpoint is on the disk."""
+    engine.wait_for_checkpoint()
+    number = stop_signal()
+    monitor.line(f"stopped after step {engine.global_steps}; saved")
+    if command.by_torchrun:  # nobody else will say it
+        monitor.line(command.way_on(run_dir, run.train.steps))
+    monitor.stopped(f"stopped by {number.name}", dataclasses.asdict(run))
+    engine.barrier()
+    leave(128 + number)
 
 
 COMMAND_LINE = CommandLine(train, Path(__file__).resolve())

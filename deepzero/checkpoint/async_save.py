@@ -337,8 +337,7 @@ class _Job:
 
     def _verdict(self) -> str:
         """The other ranks wait for rank 0's word: the checkpoint is complete for all, or for none."""
-        text = self._word("verdict")
-        if not text:
+        if not (text := self._word("verdict")):
             self._word("pruned")  # else they would wait for that in their next collective
         for key in ("written", "failed", "progress", "beat"):
             self.channel.remove(f"{self.saver.rank}/{key}")
@@ -359,11 +358,9 @@ class _Job:
 
     def _lost(self, rank: int, patience: _HeartbeatTimeout) -> str | None:
         """Why nothing more will come from ``rank``; None: it may be slow, but it is there."""
-        verdict = self.watchdog.found()
-        if verdict is not None:
+        if (verdict := self.watchdog.found()) is not None:
             return verdict
-        beat = self.channel.get(f"{rank}/beat")
-        if beat is not None and self.hearts[rank].over(beat):
+        if (beat := self.channel.get(f"{rank}/beat")) is not None and self.hearts[rank].over(beat):
             return f"rank {rank} gave no sign of life for {GONE_SECONDS:.0f} s: it was killed or its machine is gone"
         if patience.over(self.channel.get(f"{rank}/progress")):
             seconds = self.saver.silence_seconds

@@ -96,8 +96,7 @@ def find(load_dir: str | Path, tag: str | None, whole: bool = True) -> Path:
     if tag is None:
         if (folder / MANIFEST).exists() or is_complete(folder):
             return _complete(folder, whole)
-        tag = latest_tag(folder)
-        if tag is None:
+        if (tag := latest_tag(folder)) is None:
             raise _no_latest(folder)
         check_tag(tag, f"{folder / LATEST} is damaged: {tag!r} cannot be the name of a checkpoint")
         named = f"{folder / LATEST} names {tag}, and "
@@ -253,8 +252,7 @@ def check_replaceable(path: Path) -> None:
 def clear_remains(folder: Path) -> None:
     """Remove what interrupted saves have left, but for what this process writes to. Only who holds the lock may."""
     remains = [path for path in folder.iterdir() if path.name.startswith((SAVING, DELETING, REPLACED))]
-    remains = [path for path in remains if not is_open(path)]
-    if remains:
+    if remains := [path for path in remains if not is_open(path)]:
         flush_folder(folder)  # who was killed may have had no time for it, and what is removed stands for what is named
     for path in remains:
         original = folder / path.name.removeprefix(REPLACED).partition("-")[2]

@@ -182,8 +182,7 @@ class Checkpointer:
             "load_optimizer_states": optimizer_states, "load_lr_scheduler_states": lr_scheduler_states,
             "load_module_only": module_only,
         })  # fmt: skip
-        holdings = self.holdings()
-        tag = None if tag is None else str(tag)
+        holdings, tag = self.holdings(), None if tag is None else str(tag)
         try:
             with naming_another(folder, tag):
                 reader = open_checkpoint(folder, tag, holdings, module_only, self.formats)

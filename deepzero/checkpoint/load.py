@@ -168,15 +168,13 @@ class Loader:
             raise CheckpointError(f"{path} has {counts}; {advice}")
         trained = {name: group for name, group in self.holdings.trained().items() if name in self._stored_as}
         for name, group in trained.items():
-            index = self._info(name).optimizer_group
-            if index not in (None, group.optimizer_group):
+            if (index := self._info(name).optimizer_group) not in (None, group.optimizer_group):
                 raise CheckpointError(
                     f"{path} has {name!r} in optimizer group {index}, and here it is in group "
                     f"{group.optimizer_group}: it would get another group's settings. Give the groups in the same "
                     f"order, with the same parameters; or {advice}"
                 )
-        lost = [name for name in trained if not self._info(name).trained]
-        if lost and self.strict:
+        if (lost := [name for name in trained if not self._info(name).trained]) and self.strict:
             what = f"no optimizer state for {lost[0]!r}, which was not trained when it was saved"
             raise CheckpointError(f"{path} has {what}; {advice}")
 

@@ -161,8 +161,7 @@ class Machine:
         with torch._C.DisableTorchFunctionSubclass():
             storage = tensor.untyped_storage()
         key = storage._cdata
-        found = self.memories.get(key)
-        if found is None:
+        if (found := self.memories.get(key)) is None:
             found = self.memories[key] = Memory(self.here.streams[-1])
             # The number is nobody else's for as long as the storage lives.
             found.alive = weakref.ref(storage, lambda _: self.freed(self.memories.pop(key)))

@@ -81,8 +81,7 @@ class Label:
     @classmethod
     def parse(cls, name: str) -> Label | None:
         """The inverse of :meth:`text`; None for names that are not ours."""
-        match = _NAME.fullmatch(name)
-        if match is None or match[1] not in VERBS:
+        if (match := _NAME.fullmatch(name)) is None or match[1] not in VERBS:
             return None
         return cls(match[1], None if match[2] is None else int(match[2]), match[3] or "", match[4] or "")
 

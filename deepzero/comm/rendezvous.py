@@ -157,11 +157,10 @@ def fresh(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> 
     end, missing, answered = time.monotonic() + timeout.total_seconds(), set(range(1, world_size)), set()
     while missing:
         for peer in sorted(missing):
-            if meeting.check([f"question/{peer}"]):
-                question = meeting.get(f"question/{peer}").decode()
-                if question not in answered:
-                    meeting.set(f"answer/{question}", name)
-                    answered.add(question)
+            asked = f"question/{peer}"
+            if meeting.check([asked]) and (question := meeting.get(asked).decode()) not in answered:
+                meeting.set(f"answer/{question}", name)
+                answered.add(question)
             if meeting.check([f"here/{name}/{peer}"]):
                 missing.remove(peer)
         if missing and time.monotonic() > end:

@@ -143,8 +143,7 @@ def get_accelerator() -> DeepSpeedAccelerator:
         ConfigError: ``DS_ACCELERATOR`` names another kind than that, or ``default_device``.
     """
     obey_ds_accelerator()
-    named = os.environ.get("DS_ACCELERATOR")
-    if named not in (None, "", "cpu", "cuda"):
+    if (named := os.environ.get("DS_ACCELERATOR")) not in (None, "", "cpu", "cuda"):
         raise ConfigError(f"DS_ACCELERATOR={named}: deepzero computes on cuda and cpu; set it to one, or unset it")
     kind = process_group.default_device().type
     if named and named != kind:

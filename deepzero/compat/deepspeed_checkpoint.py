@@ -288,8 +288,7 @@ class _Checkpoint:
             buffers[name] = {"shape": list(module[name].shape), "dtype": dtype}
         tensors: dict[str, torch.Tensor] = {}
         client = self._client_state(tensors)
-        schedule = None if self.weights else self.said["lr_scheduler"]
-        if schedule is not None:
+        if (schedule := None if self.weights else self.said["lr_scheduler"]) is not None:
             schedule = {"class": "", "state": encode(schedule, "lr_scheduler", tensors)}
         for name, tensor in tensors.items():
             self.row((CLIENT, name, self.first, tensor, 0, 0, tensor.numel()))

@@ -51,7 +51,7 @@ def initialize(*given: Any, **named: Any) -> Any:
     for param in getattr(call.get("model"), "parameters", tuple)():  # what is no module is refused on every rank
         if param.is_floating_point() and not is_zero_param(param):
             param.data.copy_(param.data.to(Dtypes.of(settings).compute))
-    made = door.initialize(**call | dict.fromkeys(arguments) | {"config": settings})
+    made = door.initialize(**call | dict.fromkeys(arguments) | {"config": config})
     made[0].__class__, made[0].zero.trained.__class__ = EngineInPlace, MayFreeze
     return made
 

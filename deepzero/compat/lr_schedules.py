@@ -141,8 +141,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
     """A config's ``scheduler`` block from parsed options, or None and what is wrong with them."""
-    kind = getattr(args, "lr_schedule", None)
-    if kind not in ARGUMENTS:
+    if (kind := getattr(args, "lr_schedule", None)) not in ARGUMENTS:
         return None, f"--lr_schedule={kind!r} is not one of {', '.join(VALID_LR_SCHEDULES)}"
     params: dict[str, Any] = {}
     _override(kind)(args, params)

@@ -106,12 +106,18 @@ def read_mapping(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> M
 
 
 def _in_json_words(read: Callable[[Mapping[str, Any]], T], mapping: Mapping[str, Any]) -> T:
-    """Read the mapping; the dataclasses name their keys as the command line does, and errors here do not."""
     try:
         return read(mapping)
     except ConfigError as error:
-        text = re.sub(r"(?<![\w.])zero\.(?=\w)", "zero_optimization.", str(error))
-        raise ConfigError(re.sub(r"(?<![\w.])precision\.(?=\w)", "fp16.", text)) from None
+        raise ConfigError(in_json_words(str(error))) from None
+
+
+def in_json_words(text: str) -> str:
+    """An error's text with the JSON's keys: the dataclasses name them as the command line does."""
+    text = re.sub(r"(?<![\w.])precision(?:\.dtype)?=(bf16|fp16)", r"\1.enabled=true", text)
+    text = re.sub(r"(?<![\w.])precision(?:\.dtype)?=fp32", "fp32", text)
+    text = re.sub(r"(?<![\w.])precision\.(?=\w)", "fp16.", text)
+    return re.sub(r"(?<![\w.])zero\.(?=\w)", "zero_optimization.", text)
 
 
 def _text_of(config: str | os.PathLike[str]) -> tuple[str, str]:
@@ -161,8 +167,7 @@ def _say(text: str) -> None:
 
 
 def _read(mapping: Mapping[str, Any]) -> EngineConfig:
-    zero = _read_zero(mapping)
-    given = _renamed(mapping, "")
+    zero, given = _read_zero(mapping), _renamed(mapping, "")
     for path in keys.DOTTED:
         if (value := given.pop(path, None)) is not None:
             convert(float, value, path)
@@ -195,8 +200,7 @@ def _read(mapping: Mapping[str, Any]) -> EngineConfig:
     types = _block(given, "data_types")
     _only(types, ["grad_accum_dtype"], "data_types")
     for block, path in ((types, "data_types.grad_accum_dtype"), (given, "communication_data_type")):
-        value = block.get(key := path.rpartition(".")[2])
-        if value is not None:
+        if (value := block.get(key := path.rpartition(".")[2])) is not None:
             # As DeepSpeed takes them: in any case, also as torch's own, by name or as an object.
             if (name := str(value).lower().removeprefix("torch.")) not in _DTYPE_NAMES:
                 raise ConfigError(f"{path}={value!r} is not one of {', '.join(sorted(_DTYPE_NAMES))}")
@@ -218,8 +222,7 @@ def _renamed(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     """With every key under the spelling that is read here."""
     kept: dict[str, Any] = {}
     for key, value in block.items():
-        name = keys.OLDER.get(f"{where}{key}", key)
-        if name in kept:
+        if (name := keys.OLDER.get(f"{where}{key}", key)) in kept:
             raise ConfigError(f"{where}{name} is given twice, under two of its names; give it once")
         kept[name] = value
     return kept
@@ -303,12 +306,12 @@ def _not_implemented(path: str, advice: str) -> ConfigError:
 
 
 def _block(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = given.get(name)
-    if value is None:
+    if (value := given.get(name)) is None:
         return {}
     if not isinstance(value, Mapping):
         switch = isinstance(value, bool) and name in ("bf16", "bfloat16", "fp16")
-        example = f', like {{"enabled": {json.dumps(value)}}}' if switch else ""
+        example = ', like {"stage": 2}' if name == "zero_optimization" else ""
+        example = f', like {{"enabled": {json.dumps(value)}}}' if switch else example
         raise ConfigError(f"{name}={value!r} must be an object with settings{example}")
     if value.get("enabled") == "auto":
         raise ConfigError(f'{name}.enabled="auto" is for a trainer to fill in; write true or false')
@@ -358,7 +361,7 @@ def _fit_to_stage(zero: dict[str, Any], stage: int) -> None:
 def _offload_block(block: Any, kind: type, where: str) -> dict[str, Any]:
     """One of the two blocks; what concerns NVMe alone has nothing to say where the device is the CPU, or none."""
     if not isinstance(block, Mapping):
-        raise ConfigError(f"{where}={block!r} must be an object with settings")
+        raise ConfigError(f'{where}={block!r} must be an object with settings, like {{"device": "cpu"}}')
     given, hints = _settled(_chosen(block), f"{where}."), get_type_hints(kind) | keys.NVME_MOOT
     moot = keys.NVME_MOOT if given.get("device") == "nvme" else keys.NVME_ALONE
     kept = {key: value for key, value in given.items() if key not in moot}

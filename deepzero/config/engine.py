@@ -49,7 +49,7 @@ class PrecisionConfig(Section):
         return self.dtype == "fp16" or self.check_grad_overflow
 
     def _check(self) -> None:
-        rule = "is for precision.dtype=bf16: fp16 always skips, fp32 never does"
+        rule = "is for precision.dtype=bf16: fp16 always skips, fp32 never does; leave it out"
         self.idle_unless(self.dtype == "bf16", rule, "check_grad_overflow")
 
 

@@ -87,8 +87,7 @@ def no_such_key(key: str, configs: Path, valid: list[str]) -> str:
     if parent and (configs / parent / f"{last}.yaml").is_file():
         return f"{wrong} Did you mean {f'{parent}={last}'!r}?"
     beside = [name.rpartition(".")[2] for name in valid if parent and name.rpartition(".")[0] == parent]
-    near = difflib.get_close_matches(last, beside, n=1, cutoff=0.6)
-    if near:
+    if near := difflib.get_close_matches(last, beside, n=1, cutoff=0.6):
         return f"{wrong} Did you mean {f'{parent}.{near[0]}'!r}?"
     if beside:
         more = f"; what else its class takes: +{key}=VALUE" if parent == "optimizer" else ""
@@ -107,8 +106,7 @@ def no_such_choice(configs: Path, group: str, choice: str) -> str:
 
 def _nearest(word: str, valid: list[str], prefix: str = "") -> str:
     """`` Did you mean …?``, or nothing. Full names are compared first, then last parts: ``lr`` finds optimizer.lr."""
-    near = difflib.get_close_matches(word, valid, n=1, cutoff=0.6)
-    if not near:
+    if not (near := difflib.get_close_matches(word, valid, n=1, cutoff=0.6)):
         last = word.rsplit(".", 1)[-1]
         near = [name for name in valid if name.rsplit(".", 1)[-1] == last][:1]
     return f" Did you mean {prefix + near[0]!r}?" if near else ""

@@ -293,7 +293,6 @@ def _with_params(cls: type, value: Any, where: str) -> Any:
     if not isinstance(name, str):
         example = "AdamW" if cls is OptimizerConfig else "constant"
         raise ConfigError(f"{where} needs a type, for example {where}.type={example}")
-    params = settings.pop("params", None)
-    if params is not None and settings:
+    if (params := settings.pop("params", None)) is not None and settings:
         raise ConfigError(f"{where} has both params and {sorted(settings)}; put all of them in one place")
     return cls(name, dict(params if params is not None else settings))

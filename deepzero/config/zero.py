@@ -197,32 +197,31 @@ class ZeroConfig(Section):
         optimizer, param, quantization = self.offload_optimizer, self.offload_param, self.quantization
         self.need(stage in (0, 1, 2, 3), "stage", "stages are 0, 1, 2 and 3")
         self.need(mics == -1 or mics >= 1, "mics_shard_size", "must be at least 1 rank, or -1 for off")
-        here = f"and zero.stage={stage}"
+        here, one = f"and zero.stage={stage}; leave it out, or set zero.stage=", "leave one of the two out"
         weights = self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
         gradients = self.zero_quantized_gradients
         # What fields are for, and why they say nothing, or cannot be, where that is not the case.
         for section, names, fits, rule in (
-            (self, "reduce_scatter", stage == 1, f"the all-reduce variant exists for stage 1 alone, {here}"),
-            (self, "overlap_param_gather", stage > 0, "nothing is gathered, and zero.stage=0"),
-            (optimizer, "device", stage >= 1, f"offloading is for partitioned states (stages 1, 2, 3), {here}"),
+            (self, "reduce_scatter", stage == 1, f"the all-reduce variant exists for stage 1 alone, {here}1"),
+            (self, "overlap_param_gather", stage > 0, f"nothing is gathered, {here}1, 2 or 3"),
+            (optimizer, "device", stage >= 1, f"offloading is for partitioned states, {here}1, 2 or 3"),
             (optimizer, "device", self.reduce_scatter,
-             "does not go with zero.reduce_scatter=False, which keeps whole gradients on the device"),
-            (param, "device", stage == 3, f"parameters are partitioned in stage 3 alone, {here}"),
+             f"does not go with zero.reduce_scatter=False, which keeps whole gradients on the device; {one}"),
+            (param, "device", stage == 3, f"parameters are partitioned in stage 3 alone, {here}3"),
             (param, "device", optimizer.device != "none",
              "needs zero.offload_optimizer.device=cpu or nvme: masters on the device would take twice what this saves"),
             (param, "device", not optimizer.delayed_update,
-             "does not go with zero.offload_optimizer.delayed_update, as the step writes where the forward pass "
-             "fetches"),
+             f"does not go with zero.offload_optimizer.delayed_update, as its step writes where others fetch; {one}"),
             (self, "mics_shard_size", hpz == 1,
-             f"does not go with zero.zero_hpz_partition_size={hpz}, as with MiCS no gather leaves the group anyway"),
+             f"does not go with zero.zero_hpz_partition_size={hpz}, as MiCS gathers inside groups anyway; {one}"),
             (self, "mics_shard_size", param.device == "none" and not optimizer.delayed_update,
              "does not go with zero.offload_param or zero.offload_optimizer.delayed_update: every step sends the new "
-             "parameters to the other groups from the device"),
+             f"parameters to the other groups from the device; {one}"),
             (self, "zero_quantized_weights zero_quantized_nontrainable_weights zero_hpz_partition_size mics_shard_size",
-             stage == 3, f"gathered parameters are stage 3's, {here}"),
-            (self, "zero_quantized_gradients", stage >= 1, "needs reduced gradients: stage 1, 2 or 3"),
+             stage == 3, f"gathered parameters are stage 3's, {here}3"),
+            (self, "zero_quantized_gradients", stage >= 1, f"needs reduced gradients, {here}1, 2 or 3"),
             (self, "zero_quantized_gradients", self.reduce_scatter,
-             "does not go with zero.reduce_scatter=False, whose all-reduce the backend makes"),
+             f"does not go with zero.reduce_scatter=False, whose all-reduce the backend makes; {one}"),
             (quantization, "weight_bits min_weight_snr_db", weights, "needs zero.zero_quantized_weights=true"),
             (quantization, "gradient_bits error_feedback min_gradient_snr_db", gradients,
              "needs zero.zero_quantized_gradients=true"),

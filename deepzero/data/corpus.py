@@ -99,8 +99,7 @@ def load_corpus(cfg: DataConfig) -> Corpus:
     if path.is_file():
         if cfg.glob is not None:
             raise ConfigError(f"data.glob={cfg.glob!r} chooses files of a folder, and data.path={path} is a file")
-        text = _read_text(path)
-        if text is None:
+        if (text := _read_text(path)) is None:
             raise ConfigError(f"data.path={path} is not UTF-8 text; convert it, or give token files with data=tokens")
         return _from_files({path.name: text}, cfg, str(path))
     if not path.is_dir():
@@ -145,8 +144,7 @@ def _read_folder(root: Path, paths: list[Path], must_be_text: bool = False) -> d
     """Relative name to content, without empty files. What is not text is passed over, unless a glob asked for it."""
     files = {}
     for path in paths:
-        content = _read_text(path)
-        if content is None and must_be_text:
+        if (content := _read_text(path)) is None and must_be_text:
             raise ConfigError(f"data.glob chose {path}, which is not UTF-8 text; choose others, or convert it")
         if content:
             files[path.relative_to(root).as_posix()] = content
@@ -248,8 +246,7 @@ def _map_tokens(path: Path) -> Tokens:
         problem = "is empty" if size == 0 else f"has {size} bytes, an odd number, so it is cut off or not uint16"
         raise ConfigError(f"data=tokens: {path} {problem}; write it with numpy: ids.astype('<u2').tofile(path)")
     tokens = np.memmap(path, dtype="<u2", mode="r")
-    magic = int.from_bytes(tokens[:2].tobytes(), "little")
-    if magic in LLM_C_MAGIC:
+    if (magic := int.from_bytes(tokens[:2].tobytes(), "little")) in LLM_C_MAGIC:
         raise ConfigError(
             f"data=tokens: {path} is {LLM_C_MAGIC[magic]}, which starts with a header; nanoGPT's convention has none"
         )

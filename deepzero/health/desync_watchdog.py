@@ -85,8 +85,7 @@ def stuck(states: Mapping[int, State], gone: Mapping[int, DepartedRank]) -> list
     while True:
         still = set()
         for rank in hopeless:
-            launch = states[rank].waiting
-            if launch is None:
+            if (launch := states[rank].waiting) is None:
                 continue
             never = any(launch.sequence > peer.sequence for peer in gone.values())
             # Who lacks a launch of somebody hopeless is hopeless; who lacks those of running ranks alone is not.
@@ -153,8 +152,7 @@ class Watchdog(GroupObserver):
     def _find(self, error: RuntimeError) -> RuntimeError | None:
         """What is to be raised in place of ``error``, from what the other ranks say."""
         failure, seconds = failure_of(error)
-        found = Diagnosis.read(self._board) or self._missed(failure)
-        if found is None and failure:
+        if (found := Diagnosis.read(self._board) or self._missed(failure)) is None and failure:
             self._roll_call.hold(failure, seconds)
             found = Diagnosis.read(self._board) or self._missed(failure)
         if isinstance(found, Diagnosis):
@@ -213,8 +211,7 @@ class Watchdog(GroupObserver):
                 if waiting is not None and stands >= threshold and self._look(waiting):
                     # Every operation of the group fails then, here and, since the connections close, on the others.
                     peer = (self._board.rank + 1) % self._board.world_size
-                    work = dist.irecv(torch.zeros(1), peer, tag=_BREAK_TAG)
-                    if work is not None:
+                    if (work := dist.irecv(torch.zeros(1), peer, tag=_BREAK_TAG)) is not None:
                         work.wait(timedelta(milliseconds=1))
                     return
                 looks += 1

@@ -301,8 +301,7 @@ def remember(name: str, value: str) -> None:
     ``<folder>/attempt_<n>/<local rank>/error.json``, in a folder that is the same for all attempts (torch's
     ``DefaultLogsSpecs.reify``): notes lie there. ``name`` has letters, digits and ``_ . -``.
     """
-    path = _note(name)
-    if path is not None and os.environ.get("LOCAL_RANK") == "0":
+    if (path := _note(name)) is not None and os.environ.get("LOCAL_RANK") == "0":
         write_whole(path, value.encode())  # this process may be killed at any instant
 
 
@@ -317,8 +316,7 @@ def recall(name: str) -> str | None:
 def _note(name: str) -> Path | None:
     if not re.fullmatch(r"[\w.-]+", name):
         raise ValueError(f"name={name!r}: a note's name has letters, digits and _ . - only")
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not error_file or RESTART_VARIABLE in os.environ:
+    if not (error_file := os.environ.get("TORCHELASTIC_ERROR_FILE")) or RESTART_VARIABLE in os.environ:
         return None
     folders = Path(error_file).parents
     attempt = len(folders) > 2 and re.fullmatch(r"attempt_\d+", folders[1].name)
@@ -331,8 +329,7 @@ def _note(name: str) -> Path | None:
 def load_program(path: str, name: str) -> Callable[..., None]:
     """The function ``name`` of the Python file ``path``, imported under the file's own name, not as ``__main__``."""
     module_name = Path(path).stem
-    module = sys.modules.get(module_name)
-    if module is None or getattr(module, "__file__", None) != path:
+    if (module := sys.modules.get(module_name)) is None or getattr(module, "__file__", None) != path:
         spec = importlib.util.spec_from_file_location(module_name, path)
         if spec is None or spec.loader is None:
             raise ImportError(f"{path} is not a Python file")

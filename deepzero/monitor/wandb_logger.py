@@ -160,8 +160,7 @@ def wandb_mode(cfg: LoggerConfig, tell: Tell) -> WandbMode:
     if cfg.wandb_mode != "auto":
         return cfg.wandb_mode
     if wanted := os.environ.get("WANDB_MODE", ""):
-        word = wanted.strip().lower()
-        if word not in MODES:
+        if (word := wanted.strip().lower()) not in MODES:
             known = ", ".join(MODES)
             tell(f"wandb: WANDB_MODE={wanted!r} is none of {known}: taken as offline; logger.wandb_mode overrides it")
         return MODES.get(word, "offline")

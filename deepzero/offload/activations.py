@@ -176,8 +176,7 @@ class HostActivations:
             flat, copy = self._ahead.popitem()[1]
             copy.wait()
             del flat  # not before the wait is in the stream
-        self._stays = {tensor.untyped_storage()._cdata for tensor in self._parameters()}
-        self._last = None
+        self._stays, self._last = {tensor.untyped_storage()._cdata for tensor in self._parameters()}, None
         self.wire.meter.close_step()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -204,8 +203,7 @@ class HostActivations:
         if not self._moves(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        parked = self._parked.get(storage._cdata)
-        if parked is None or parked.version != tensor._version:
+        if (parked := self._parked.get(storage._cdata)) is None or parked.version != tensor._version:
             parked = Parked(tensor, self.buffers, next(self._serials), self._last() if self._last is not None else None)
             self._parked[storage._cdata], self._last = parked, weakref.ref(parked)
             copy = self.wire.to_host(ACTIVATIONS_TO_HOST, parked.host, bytes_of_storage(storage, tensor.device))
@@ -253,8 +251,7 @@ class HostActivations:
         if here is None:
             here, copy = ahead if ahead is not None else self._launch(parked)
             parked.here = TensorWeakRef(here)
-        used = self._used() if self._used is not None else None
-        if used is not None:
+        if (used := self._used() if self._used is not None else None) is not None:
             used.flat = None
         parked.flat, self._used, parked.asked_by = here, weakref.ref(parked), task
         before = parked.before() if parked.before is not None else None

@@ -115,8 +115,7 @@ def in_threads(starts: range, act: Callable[[int, int], None]) -> None:
             for start in left:
                 act(thread, start)
 
-    count = min(torch.get_num_threads(), len(starts))
-    if count <= 1:
+    if (count := min(torch.get_num_threads(), len(starts))) <= 1:
         work(0)
         return
     with _MAKING:
@@ -383,8 +382,7 @@ def choose_kernel(request: str, numel: int, variants: Sequence[Variant]) -> tupl
         raise ValueError(f"CPUAdam has no kernel {request!r}; there are {', '.join(KERNELS)}")
     if request == "chunked":
         return ChunkedAdam(), "as asked for"
-    strict = request == "compiled"
-    if not strict and numel < COMPILE_FROM:
+    if not (strict := request == "compiled") and numel < COMPILE_FROM:
         return ChunkedAdam(), f"{numel:,} elements are too few to compile for, below {COMPILE_FROM:,}"
     if not strict and (missing := why_not_compiled()):
         return ChunkedAdam(), missing

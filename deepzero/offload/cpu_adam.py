@@ -225,8 +225,7 @@ class CPUAdam(torch.optim.Optimizer):
             if divisor != 1.0:
                 raise ValueError(f"CPUAdam.step(scale={divisor}): the attribute grad_scale is set too; use one of them")
             divisor = one_number(grad_scale, "grad_scale")
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and found_inf.item() != 0:
+        if (found_inf := getattr(self, "found_inf", None)) is not None and found_inf.item() != 0:
             return loss
         targets = self._targets(grads, out, only)
         kinds = {

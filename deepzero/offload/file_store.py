@@ -32,6 +32,7 @@ import torch
 
 from deepzero.comm.chaos import storage_ptr_of
 from deepzero.config.strict import ConfigError
+from deepzero.config.zero import ZeroConfig
 from deepzero.offload.copy_streams import HostDeviceCopier, Transfer
 from deepzero.offload.pinned_arena import HostMemory, Region, WithoutValues, describe_bytes
 from deepzero.utils.formatting import binary_bytes
@@ -48,6 +49,14 @@ FILE_FETCH_BETWEEN_STEPS = "offload.file_fetch_between_steps"
 def in_blocks(nbytes: int) -> int:
     """So many bytes, rounded up to whole blocks."""
     return -(-nbytes // BLOCK) * BLOCK
+
+
+def check_folders(config: ZeroConfig) -> None:
+    """Raise a :class:`ConfigError` where a folder for files is not there, before anything has been made."""
+    for side in (config.offload_optimizer, config.offload_param):
+        if side.device == "nvme" and not os.path.isdir(side.nvme_path or ""):
+            where = f"{side.where}.nvme_path={side.nvme_path!r}"
+            raise ConfigError(f"{where} is not a folder; make it, on a local disk, on every host")
 
 
 class FileTransfer(Transfer):
@@ -127,14 +136,13 @@ class FileStore(HostMemory):
         setting = f"{self.where}={self.folder!r}"
         if not hasattr(os, "posix_fallocate") or not hasattr(os, "preadv"):
             raise ConfigError(f"{setting}: files need Linux (posix_fallocate, preadv)")
-        if not os.path.isdir(self.folder):
-            raise ConfigError(f"{setting} is not a folder; make it, on a local disk, on every host")
         try:
             # Without a name from the first instant on, where the file system can; else unlinked at once.
             with tempfile.TemporaryFile(dir=self.folder, prefix="deepzero-", buffering=0) as file:
                 self._descriptor = descriptor = os.dup(file.fileno())
         except OSError as error:
-            raise ConfigError(f"{setting}: no file can be made there ({error.strerror})") from None
+            problem = f"no file can be made there ({error.strerror}); choose a folder that this user may write to"
+            raise ConfigError(f"{setting}: {problem}") from None
         self._close = weakref.finalize(self, os.close, descriptor)
         if shutil.disk_usage(self.folder).free < self.nbytes:
             gc.collect()  # an engine that was destroyed may lie in a cycle, and hold its file

@@ -56,8 +56,7 @@ def most_count(layout: FlatLayout, limit: int | None) -> int:
 def plan_offload(planned: Sequence[GroupPlan], config: ZeroConfig, dtype: torch.dtype) -> list[GroupPlan]:
     """The groups with where their tensors live, in the order of building; ``dtype`` is the compute dtype."""
     optimizer, param = config.offload_optimizer, config.offload_param
-    left = param.max_in_cpu
-    placed = []
+    left, placed = param.max_in_cpu, []
     for group in planned:
         steps = keeps = 0
         if group.trained and optimizer.device != "none":
@@ -189,7 +188,7 @@ def check_optimizer(settings: OffloadOptimizerConfig, optimizer: torch.optim.Opt
         if asked and not isinstance(optimizer, CPUAdam):
             raise ConfigError(
                 f"zero.offload_optimizer.{name} steps {how}, with CPUAdam alone, and the optimizer is "
-                f"{type(optimizer).__name__}; choose CPUAdam (Adam or AdamW in the config), or {instead}"
+                f"{type(optimizer).__name__}; choose optimizer=cpu_adam (in a JSON Adam or AdamW), or {instead}"
             )
 
 

@@ -195,8 +195,7 @@ class StateOffloader:
     ) -> None:
         """``engine.offload_states``. A collective."""
         chosen = _chosen(include)
-        place = str(device.value if isinstance(device, Enum) else device)
-        if place != "cpu":
+        if (place := str(device.value if isinstance(device, Enum) else device)) != "cpu":
             raise ValueError(f"offload_states(device={place!r}): model states can be moved to 'cpu' alone")
         self._come_to_rest("lp_params" in chosen or "hp_params" in chosen)
         with torch._C.DisableTorchFunctionSubclass():

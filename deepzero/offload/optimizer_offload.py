@@ -112,8 +112,7 @@ class Offload:
 
     def allocate_state(self, optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -> None:
         """Make the optimizer's state; for what the CPU steps on, one column for each kind of state."""
-        in_files = MOMENTS in self.files
-        if not in_files:
+        if not (in_files := MOMENTS in self.files):
             allocate_state(optimizer)
         self.columns = [{} for _ in groups]
         for group, plan, columns in zip(groups, self.rooms, self.columns, strict=True):

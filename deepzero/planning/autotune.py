@@ -122,8 +122,7 @@ class Search:
         """Estimate, rehearse, refine, sort."""
         advice, chosen = self.advice, []
         for family in self.space.families():
-            candidates = self._candidates(family)
-            advice.numel = self.estimator.numel
+            candidates, advice.numel = self._candidates(family), self.estimator.numel
             if candidates:
                 chosen.append(candidates)
                 continue
@@ -190,8 +189,7 @@ class Search:
         remaining = list(candidates)
         while remaining and (last is None or self._may_rehearse(refining=False)):
             estimate = remaining.pop(0)
-            last = self._try(estimate.setting, estimate)
-            if last is None:
+            if (last := self._try(estimate.setting, estimate)) is None:
                 return
             if last.reason or last.on_host:
                 break
@@ -212,8 +210,7 @@ class Search:
             option = rehearse_option(self.question, setting, words)
         except ConfigError as error:
             return Refused(setting, {}, 0.0, False, True, str(error))
-        self.longest = max(self.longest, time.perf_counter() - began)
-        simulated = option.simulated
+        self.longest, simulated = max(self.longest, time.perf_counter() - began), option.simulated
         if estimate is not None:
             too_small = simulated.device_bytes - estimate.device_bytes
             self.extra[setting.family, setting.checkpointing] = too_small
@@ -281,8 +278,7 @@ class Search:
 def command(option: Option, question: Question) -> str:
     """What to type: ``train.py`` starts the ranks of one machine by itself, torchrun those of several."""
     world, words = question.world, [word for word in option.words if not word.lstrip("+").startswith("launch.nproc=")]
-    nodes = world.world_size // world.ranks_of_host
-    if nodes == 1:
+    if (nodes := world.world_size // world.ranks_of_host) == 1:
         return f"python train.py launch.nproc={world.world_size} {shlex.join(words)}"
     start = f"torchrun --nnodes={nodes} --nproc-per-node={world.ranks_of_host}"
     return f"{start} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py {shlex.join(words)}"

@@ -163,8 +163,7 @@ def follow(engine: DeepSpeedEngine, plan: FetchPlan) -> None:
     """
     if not isinstance(stage := engine.stage, ZeroStage3):
         raise ConfigError(f"zero.stage={engine.config.zero.stage}: only stage 3 follows a plan of fetches")
-    numel = stage.coordinator.numels
-    if numel != plan.numel:
+    if (numel := stage.coordinator.numels) != plan.numel:
         raise ConfigError(
             f"the plan is about {len(plan.numel)} buckets of {sum(plan.numel.values()):,} elements, and this engine "
             f"has {len(numel)} of {sum(numel.values()):,}; rehearse with the same model, settings and number of ranks"

@@ -20,11 +20,12 @@ import torch
 
 from deepzero.comm.ledger import Sent, side_of
 from deepzero.comm.topology import Nodes
+from deepzero.config.engine import resolve_batch
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.layout import bucket_limit
 from deepzero.planning.clusters import Cluster
-from deepzero.planning.dry_run import ClusterShape, TrainStep, loss_of, quiet
+from deepzero.planning.dry_run import ClusterShape, TrainStep, loss_of, quiet, without_values
 from deepzero.planning.op_cost import WorkMeter, fused_attention
 from deepzero.runtime.build import Dtypes
 from deepzero.runtime.memory_model import Elements, StateSizes, predicted_memory
@@ -104,8 +105,7 @@ class Estimator:
             raise ConfigError("the settings name no optimizer: choose one with optimizer=…")
         self.run, self.make, self.cluster, self.world = run, make, cluster, world
         self.nodes = Nodes(world.world_size, run.engine.comm.ranks_per_node or world.ranks_of_host)
-        self.dtypes = Dtypes.of(run.engine)
-        self.optimizer = run.engine.optimizer
+        self.dtypes, self.optimizer = Dtypes.of(run.engine), run.engine.optimizer
         build_optimizer(self.optimizer, [torch.nn.Parameter(torch.zeros(64))])  # can refuse its settings
         self.numel = self.largest = 0
         self.moments = 0.0  # bytes per element; a mean, as Muon keeps half of what AdamW does
@@ -124,8 +124,7 @@ class Estimator:
         """
         if checkpointing not in self._probes:
             layers = self.run.model.n_layer
-            depths = DEPTHS if layers > max(DEPTHS) else (layers,)
-            rows = []
+            depths, rows = DEPTHS if layers > max(DEPTHS) else (layers,), []
             for micro_batch in MICRO_BATCHES:
                 found = [self._run_once(depth, micro_batch, checkpointing) for depth in depths]
                 rows.append([_on_line(layers, depths, values) for values in zip(*found, strict=True)])
@@ -156,16 +155,26 @@ class Estimator:
             loss_of(program, model(*program.batch())).backward()
             held = meter.peak_bytes - before
         sizes = [param.numel() for param in model.parameters()]
-        self.largest = max(self.largest, *sizes)
-        seconds = sum(map(self.cluster.op_seconds, meter.work))
+        self.largest, seconds = max(self.largest, *sizes), sum(map(self.cluster.op_seconds, meter.work))
         return sum(sizes), held, seconds, self._state_bytes(model)
 
     def _state_bytes(self, model: torch.nn.Module) -> int:
         with quiet():
-            optimizer = build_optimizer(self.optimizer, list(model.parameters()), model=model)
+            optimizer = build_optimizer(self.optimizer, list(model.parameters()), stand_in=without_values, model=model)
         groups = enumerate(optimizer.param_groups)
         kept = [(moment_bytes(optimizer, torch.device("cpu"), index), group["params"]) for index, group in groups]
         return sum(states.of(param.shape) for states, params in kept for param in params)
+
+    def states(self) -> dict[str, int]:
+        """Bytes of one rank's model states by category, for the run as it is set and at once: nothing is run."""
+        with torch.device("meta"):
+            model = self.make(self.run, self.world.world_size).model()
+        self.numel = sum(param.numel() for param in model.parameters())
+        self.moments = self._state_bytes(model) / self.numel
+        zero, batch = self.run.engine.zero, resolve_batch(self.run.engine, self.world.world_size)
+        offloads = zero.offload_optimizer.device != "none", zero.offload_param.device != "none"
+        away: Offloaded = "optimizer_and_param" if all(offloads) else "optimizer" if any(offloads) else "none"
+        return self._states(Setting(zero.stage, away, False, batch.micro_batch, batch.accumulation))
 
     def __call__(self, setting: Setting) -> Estimate:
         """Memory and time of one setting."""
@@ -204,8 +213,7 @@ class Estimator:
             return predicted_memory(Elements(numel), world_size, sizes)
         host, limit = int(numel * zero.offload_optimizer.ratio), zero.offload_param.max_in_cpu
         away = numel if setting.offload == "optimizer_and_param" else 0
-        if limit is not None:
-            away = min(away, limit * world_size)
+        away = away if limit is None else min(away, limit * world_size)
         elements = Elements(
             numel, host_optimizer=host, host_parameters=away, sent=max(0, host - away), brought=max(0, away - host)
         )

@@ -230,8 +230,7 @@ def nothing_is_packed() -> contextlib.AbstractContextManager[Any]:
     """
     # Importing it takes seconds: only where the model has done so already.
     masking: Any = sys.modules.get("transformers.masking_utils")
-    original = getattr(masking, "find_packed_sequence_indices", None)
-    if original is None:
+    if (original := getattr(masking, "find_packed_sequence_indices", None)) is None:
         return contextlib.nullcontext()
 
     def find(position_ids: torch.Tensor, *rest: Any, **options: Any) -> Any:

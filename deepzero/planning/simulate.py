@@ -199,15 +199,13 @@ class _StreamClocks:
         """A part of the device's own optimizer step, or what is left of it: one pass over what it keeps."""
         part = min(part, self.to_step)
         self.to_step -= part
-        moved = STEP_PASSES * (self.held["masters"] + self.held["moments"])
-        if moved:
+        if moved := STEP_PASSES * (self.held["masters"] + self.held["moments"]):
             moved += self.rehearsal.memory.get("gradients", 0)
         self._run("compute", "optimizer step", "", self._beside_the_network(part * moved / self.cluster.copy_bandwidth))
 
     def _publish(self, event: Event) -> None:
         """The step is over when the new parameters are there; those that stay in host memory, too."""
-        left = self.host_elements - self.stepped
-        if left > 0 and self._kept("moments"):
+        if (left := self.host_elements - self.stepped) > 0 and self._kept("moments"):
             self._step_on_host(left, "")
         late = [span for span in self.line.spans if span.lane in ("to_device", "to_host", "host")]
         for span in sorted(late, key=lambda item: item.end):

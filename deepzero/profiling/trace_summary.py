@@ -123,8 +123,7 @@ def _gaps(trace: Trace, step: TraceStep, exposed: Times, causes: Sequence[TraceS
     for window in exposed:
         left = [window]
         for cause in causes:
-            piece = inside(left, cause.begin, cause.end)
-            if not piece:
+            if not (piece := inside(left, cause.begin, cause.end)):
                 continue
             left, at = minus(left, piece), piece[0][0]
             lead = None if cause.launched is None else max(0.0, at - cause.launched) / 1000

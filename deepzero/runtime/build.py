@@ -239,10 +239,10 @@ def check_params(names: dict[nn.Parameter, str], optimizer: torch.optim.Optimize
                     "the model given to initialize; build the optimizer from model.parameters()"
                 )
             if param in seen:
-                raise ConfigError(f"parameter {names[param]!r} is in the optimizer twice")
+                raise ConfigError(f"parameter {names[param]!r} is in the optimizer twice; leave it out of one group")
             seen.add(param)
     if optimizer.param_groups and not any(param.requires_grad and param.numel() for param in seen):
-        raise ConfigError("the optimizer holds no trainable parameter; ZeRO has nothing to partition")
+        raise ConfigError("the optimizer holds no trainable parameter; set requires_grad, or give none to evaluate")
     return seen
 
 

@@ -149,8 +149,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, in_turn: bool = False, c
         tried.append(settings)
         device = group["params"][0].device
         for trials in [_tensors(d, device) for d in dims] if whole else [_slices(device, cut)]:
-            problem = _try_group(optimizer, group, trials, in_turn)
-            if problem and whole:
+            if (problem := _try_group(optimizer, group, trials, in_turn)) and whole:
                 raise ConfigError(
                     f"a param group of {name} is declared per tensor, so each tensor's new value may depend on that "
                     f"tensor, its gradients and its state alone. {name} {problem}; ZeRO gives each tensor to one rank, "

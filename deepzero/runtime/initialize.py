@@ -21,11 +21,12 @@ from deepzero.comm.simulated_streams import simulate_streams
 from deepzero.comm.topology import check_ranks
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.compat.optimizer_names import NoOptimizer
-from deepzero.config.deepspeed_json import load_engine_config
+from deepzero.config.deepspeed_json import in_json_words, load_engine_config
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
+from deepzero.offload.file_store import check_folders
 from deepzero.runtime.build import check_params
-from deepzero.runtime.consistency import agree_to_start, check_parameters, check_precision, describe
+from deepzero.runtime.consistency import RankMismatchError, agree_to_start, check_parameters, check_precision, describe
 from deepzero.runtime.diagnostics import tensor_namer
 from deepzero.runtime.invariance import dependences, refuse_dependence
 from deepzero.runtime.loss_scaler import build_loss_scaler
@@ -97,26 +98,26 @@ def initialize(
 
     Source: [DeepSpeed], ``__init__.py``.
     """
-    settings, problem = EngineConfig(), None
     try:
-        settings = _simulating(load_engine_config(given_config(config, config_params, args)))
-        _refuse_other_parallelism(mpu, mesh_param)
-    except ConfigError as error:
-        problem = error
-    _join(dist_init_required, distributed_port, settings.comm.timeout_seconds)
-    given = (optimizer, model_parameters, lr_scheduler, total_steps)
-    model, chosen, lr_scheduler = _taken(problem, settings, model, *given)
-    trains = not isinstance(chosen, NoOptimizer)
-    settings = settings if trains else dataclasses.replace(settings, scheduler=None)
-    engine = DeepSpeedEngine(model, chosen, settings, lr_scheduler, total_steps)
-    if engine.global_rank == 0:
-        log.info(engine.describe_bits())
-    engine.collate_fn = collate_fn
-    if settings.comm.simulated_streams:
-        simulate_streams().namers.append(tensor_namer(engine.comm.ledger, engine.zero))
-    if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data)
-    return engine, chosen if trains else None, engine.training_dataloader, engine.lr_scheduler
+        settings, problem = _read((config, config_params, args), mpu, mesh_param)
+        _join(dist_init_required, distributed_port, settings.comm.timeout_seconds)
+        given = (optimizer, model_parameters, lr_scheduler, total_steps)
+        model, chosen, lr_scheduler = _taken(problem, settings, model, *given)
+        trains = not isinstance(chosen, NoOptimizer)
+        settings = settings if trains else dataclasses.replace(settings, scheduler=None)
+        engine = DeepSpeedEngine(model, chosen, settings, lr_scheduler, total_steps)
+        if engine.global_rank == 0:
+            log.info(engine.describe_bits())
+        engine.collate_fn = collate_fn
+        if settings.comm.simulated_streams:
+            simulate_streams().namers.append(tensor_namer(engine.comm.ledger, engine.zero))
+        if training_data is not None:
+            engine.training_dataloader = engine.deepspeed_io(training_data)
+        return engine, chosen if trains else None, engine.training_dataloader, engine.lr_scheduler
+    except (ConfigError, RankMismatchError) as error:
+        if not isinstance(config, EngineConfig):
+            error.args = (in_json_words(str(error)),)
+        raise error.with_traceback(None) from error.__cause__  # where it was found says nothing of a setting
 
 
 def _taken(
@@ -137,18 +138,28 @@ def _taken(
     return found
 
 
-def _simulating(settings: EngineConfig) -> EngineConfig:
-    """With ``comm.simulated_streams``, simulate them from now on, and sum as on gloo."""
-    if not settings.comm.simulated_streams:
-        return settings
-    simulate_streams()
-    comm = dataclasses.replace(settings.comm, reduce=settings.comm.reduce or "exact")
-    return dataclasses.replace(settings, comm=comm)
+def _read(given: tuple[Any, ...], mpu: Any, mesh_param: Any) -> tuple[EngineConfig, ConfigError | None]:
+    """The settings, and what is wrong, of which all ranks are to hear before any raises.
+
+    With ``comm.simulated_streams``, simulate them from now on, and sum as on gloo.
+    """
+    settings = EngineConfig()
+    try:
+        settings = load_engine_config(given_config(*given))
+        check_folders(settings.zero)
+        _refuse_other_parallelism(mpu, mesh_param)
+        if settings.comm.simulated_streams:
+            simulate_streams()
+            comm = dataclasses.replace(settings.comm, reduce=settings.comm.reduce or "exact")
+            settings = dataclasses.replace(settings, comm=comm)
+    except ConfigError as error:
+        return settings, error
+    return settings, None
 
 
 def _join(required: bool | None, port: int | None, timeout: float) -> None:
     if required is False and not process_group.is_initialized():
-        raise ConfigError("dist_init_required=False, but this process has joined no process group")
+        raise ConfigError("dist_init_required=False, but this process has joined no process group; leave it out")
     if port is not None and "WORLD_SIZE" in os.environ:
         os.environ.setdefault("MASTER_PORT", str(port))
     process_group.init_distributed(timeout_seconds=timeout)

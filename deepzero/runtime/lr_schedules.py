@@ -212,8 +212,7 @@ class WarmupCosineLR(DeepSpeedWarmup):
     cos_min_ratio: float = 0.0001  # where the cosine ends and stays, as a part of the full rate
 
     def _factor(self, done: int) -> float:
-        part = self._warmup(done - 1) if done else None
-        if part is not None:
+        if (part := self._warmup(done - 1) if done else None) is not None:
             return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * part
         total, steps = self._length("total_num_steps"), max(2, self.warmup_num_steps)
         return max(0.0, _cosine((done - steps) / max(1, total - steps), self.cos_min_ratio)) if done else 0.0

@@ -138,8 +138,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
             raise RuntimeError(f"torch {torch.__version__} has no Muon; 2.9 is the first that has")
-        unknown = [name for name in settings if name not in self.switches]
-        if unknown:
+        if unknown := [name for name in settings if name not in self.switches]:
             raise ValueError(f"Muon has no setting {unknown[0]!r}; it has {', '.join(self.switches)} and its arguments")
         kept = {**self.switches, **settings}
         fused, ns_eps = kept.pop("fused"), kept.pop("ns_eps")

@@ -60,8 +60,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if not optimizer.state.get(param):
-                state = _initial_state(_class_of(optimizer, group), group, param)
-                if state is None:
+                if (state := _initial_state(_class_of(optimizer, group), group, param)) is None:
                     unknown.append((group, param))
                 elif state:
                     optimizer.state[param] = state

@@ -123,8 +123,7 @@ def _deepspeed_adam(target: str, given: dict[str, Any], on_host: bool) -> type[t
     if target.lower() == "adamw" and not decoupled:
         # DeepSpeed drops the switch without a word here.
         raise ConfigError(f"{WHERE}.adam_w_mode=False contradicts optimizer {target!r}; use Adam for Adam's L2 decay")
-    torchs = flag("torch_adam", False)
-    if not torchs:
+    if not (torchs := flag("torch_adam", False)):
         given.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's own kernels
     if on_host and not torchs and not any(given.get(name) for name in TORCH_ALONE):
         given["adamw_mode"] = decoupled
@@ -173,8 +172,7 @@ def _read_arguments(cls: type[torch.optim.Optimizer], given: Mapping[str, Any]) 
     open_ended = any(p.kind is p.VAR_KEYWORD for p in accepted)
     if cls in (CPUAdam, Muon):  # their open ends take these, and nothing else
         defaults, open_ended = {**defaults, **cls.switches}, False
-    unknown = [name for name in given if name not in defaults]
-    if unknown and not open_ended:
+    if (unknown := [name for name in given if name not in defaults]) and not open_ended:
         raise unknown_key(unknown[0], defaults, WHERE)
     defaults |= {name: 0.0 for name in ("lr", "muon_lr", "adam_lr") if name in defaults}
     return {name: _read_value(value, defaults.get(name), f"{WHERE}.{name}") for name, value in given.items()}
@@ -194,7 +192,7 @@ def _read_value(value: Any, default: Any, path: str) -> Any:
         return int(number) if isinstance(value, (int, str)) and number.is_integer() else number
     if isinstance(default, tuple):
         if not isinstance(value, (list, tuple)) or len(value) != len(default):
-            raise ConfigError(f"{path}={value!r} must be a list of {len(default)} numbers")
+            raise ConfigError(f"{path}={value!r} must be a list of {len(default)} numbers, like {list(default)}")
         return tuple(v if isinstance(v, torch.Tensor) else convert(float, v, path) for v in value)
     return value
 

@@ -13,6 +13,7 @@ from deepzero.data.loader import TokenSequences
 from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.models.gpt import GPT
 from deepzero.models.hf import HFModel, check_library
+from deepzero.offload.offload_plan import check_optimizer
 from deepzero.planning.dry_run import TrainStep
 from deepzero.profiling.trace import check_profiler
 from deepzero.runtime.consistency import check_precision
@@ -83,7 +84,9 @@ def preflight(run: RunConfig, world_size: int, device: str) -> None:
         raise ConfigError("train.py needs an optimizer and a scheduler: choose them with optimizer=… and scheduler=…")
     # A stand-in with as many param groups as the model gives: Muon has one for matrices and one for the rest.
     small = torch.nn.Sequential(torch.nn.Embedding(2, 2), torch.nn.Linear(2, 2))
-    optimizer = build_optimizer(run.engine.optimizer, small.parameters(), model=small)
+    on_host = run.engine.zero.offload_optimizer.device != "none"
+    optimizer = build_optimizer(run.engine.optimizer, small.parameters(), on_host, model=small)
+    check_optimizer(run.engine.zero.offload_optimizer, optimizer)
     check_elementwise(optimizer, run.engine.zero.overlap_param_gather, run.engine.zero.stage > 0)
     build_scheduler(run.engine.scheduler, optimizer, run.train.steps)
     corpus, size = load_corpus(run.data), run.model.vocab_size

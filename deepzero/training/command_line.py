@@ -8,6 +8,7 @@ Exit status: 0 done · 1 a rank failed · 2 settings that cannot be used · 128 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -17,7 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import hydra
 import torch
@@ -28,7 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from deepzero.checkpoint.checkpoint_dir import holds, release
+from deepzero.checkpoint.checkpoint_dir import LOCK, holds, release
 from deepzero.comm.process_group import refuse_missing_gpu
 from deepzero.config.hydra_errors import check_words, explain, plain_names
 from deepzero.config.run import RunConfig
@@ -36,16 +37,18 @@ from deepzero.config.strict import ConfigError
 from deepzero.launch import launcher, rank_process
 from deepzero.launch.launcher import Interrupted, RankFailed, default_nproc, launch, under_launcher
 from deepzero.launch.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
+from deepzero.machine import check_machine
 from deepzero.monitor.metrics_file import write_error, write_failed_summary
 from deepzero.monitor.report.compare import runs_in, text_table
 from deepzero.monitor.report.sections import write_report_or_tell
 from deepzero.monitor.run_name import named
 from deepzero.monitor.terminal import say
+from deepzero.offload.file_store import check_folders
 from deepzero.planning import plan
 from deepzero.planning.dry_run import ClusterShape, dry_run
 from deepzero.training import run_folder
 from deepzero.training.build_model import preflight, program_of, threads_of_rank
-from deepzero.training.run_folder import Command, at_its_start, cannot_write, has_begun, remove_unused
+from deepzero.training.run_folder import Command, at_its_start, cannot_write, has_begun
 from deepzero.utils.formatting import flatten
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -93,7 +96,7 @@ class CommandLine:
         except (KeyboardInterrupt, SystemExit) as error:  # a signal has ended the run, and with it the sweep
             self.status = int(error.code or 0) if isinstance(error, SystemExit) else 128 + signal.SIGINT
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
-        if (folder := run_folder.sweep_folder()) is not None and (runs := runs_in(folder)):
+        if NewFolders.noted is not None and NewFolders.noted[2] and (runs := runs_in(NewFolders.noted[0])):
             say("\n" + text_table(runs), sys.stdout)
         remove_unused()
         if under_launcher():
@@ -157,6 +160,8 @@ class CommandLine:
         run_folder.take(run_dir)
         run = at_its_start(run, run_dir, nproc)
         preflight(run, nproc, device)
+        check_folders(run.engine.zero)
+        say(check_machine(run, program_of, run_dir, nproc, device))
         threads = threads_of_rank(run, device) or os.environ.get("OMP_NUM_THREADS") or launcher.default_threads(nproc)
         environment = {"DEEPZERO_DEVICE": device, "OMP_NUM_THREADS": str(threads)}
         started, restarts, args = time.time(), run.launch.max_restarts, (run, str(run_dir), command)
@@ -218,6 +223,63 @@ class CommandLine:
             settings = settings_of(cfg)
         _record_failure(run_dir, reason, settings, started)
         say(command.way_on(run_dir, cfg.train.steps))
+
+
+class NewFolders:
+    """Hydra's callback, which it builds and keeps to itself: before Hydra makes a folder, what is there is noted.
+
+    Hydra makes the run folder before anybody has looked at the settings. What came below ``noted`` and stayed empty is
+    taken away by :func:`remove_unused`: a command that is refused leaves no folder.
+    """
+
+    noted: ClassVar[tuple[Path, Path, bool] | None] = None
+    """The folder that Hydra makes, the nearest above it (or it) that was there before, and whether it is a sweep's."""
+
+    def on_run_start(self, config: Any, **_: Any) -> None:
+        """Before the folder of a run."""
+        self._note(config, "run")
+
+    def on_multirun_start(self, config: Any, **_: Any) -> None:
+        """Before the folder of a sweep."""
+        self._note(config, "sweep")
+
+    def _note(self, config: Any, kind: str) -> None:
+        path = Path(config.hydra[kind].dir).resolve()
+        there = next(folder for folder in (path, *path.parents) if folder.exists())
+        type(self).noted = path, there, kind == "sweep"
+        # A folder that is named by the second is a command's own: who finds it taken waits for the next second's name.
+        if "%S" in OmegaConf.to_yaml(config.hydra[kind]):
+            with contextlib.suppress(OSError):  # Hydra says it, when it tries
+                path.mkdir(parents=True)
+                return
+            if path.is_dir():
+                time.sleep(1 - time.time() % 1)
+                OmegaConf.clear_cache(config)  # which keeps ``now``, for a sweep's jobs too
+                self._note(config, kind)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+        return lambda **_: None  # other events say nothing of folders
+
+
+def remove_unused(run_dir: Path | None = None) -> None:
+    """Remove a folder that Hydra has made and no run has begun in, and those above it as far as Hydra has made them.
+
+    ``run_dir`` is one of a sweep's; None: the folder of the run, or of the whole sweep.
+    """
+    if NewFolders.noted is None:
+        return
+    folder, stays = (run_dir or NewFolders.noted[0]).resolve(), NewFolders.noted[1]
+    with contextlib.suppress(OSError):  # what holds something stays
+        found = list(folder.iterdir()) if stays in folder.parents else []
+        # Another run may have been given the same folder: its lock stays.
+        if {path.name for path in found} <= {"multirun.yaml", *([LOCK] if holds(folder) else [])}:
+            for path in found:
+                path.unlink()
+        while stays in folder.parents:
+            folder.rmdir()
+            folder = folder.parent
 
 
 def _prepare_words() -> None:

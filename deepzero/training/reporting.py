@@ -78,13 +78,6 @@ def build_monitor(
     return monitor
 
 
-def step_record(run: RunConfig, engine: DeepSpeedEngine) -> dict[str, Any]:
-    """What the step that has just ended says of itself. Every rank calls it: layers' norms are a collective."""
-    every = run.logger.gradient_norms_every
-    norms = engine.gradient_norms() if every and engine.global_steps % every == 0 else {}
-    return {**vars(engine.last_step), **engine.step_metrics(), **norms}
-
-
 def final_facts(run: RunConfig, engine: DeepSpeedEngine, sample_text: str | None) -> dict[str, Any]:
     """What the summary says besides losses. Collective: every rank calls it."""
     rss = process_group.all_gather_object(peak_rss_bytes())

@@ -1,9 +1,7 @@
 """A run's folder: what is there before it begins, from which checkpoint it goes on, saving, and how it is left.
 
-**A command that is refused leaves no folder.** Hydra makes the run folder before anybody has looked at the settings. So
-a callback of Hydra's (:class:`FoldersBefore`, in ``configs/train.yaml``) notes beforehand which folder is there, and
-:func:`remove_unused` takes away what came below it and stayed empty. Files come when the run begins: Hydra's record
-too (:meth:`Command.keep`), which Hydra itself would write at once.
+**A command that is refused leaves no folder**: see ``command_line.NewFolders``. Files come when the run begins: Hydra's
+record too (:meth:`Command.keep`), which Hydra itself would write at once.
 
 **The same command with the same folder goes on**, whether a person, a scheduler or a launcher types it: a run keeps its
 checkpoints in its own folder, and ``train.resume=auto`` takes the newest of them.
@@ -22,10 +20,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any
 
 from deepzero.checkpoint import checkpoint_dir
-from deepzero.checkpoint.checkpoint_dir import LOCK, RUN_CHECKPOINTS, complete_beside, complete_tags, read_manifest
+from deepzero.checkpoint.checkpoint_dir import RUN_CHECKPOINTS, complete_beside, complete_tags, read_manifest
 from deepzero.checkpoint.errors import CheckpointError, OtherModel, said_complete
 from deepzero.checkpoint.manifest import Manifest
 from deepzero.comm import process_group
@@ -37,62 +35,10 @@ from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.launch import rank_process
-from deepzero.launch.rank_process import leave, stop_signal
 from deepzero.monitor.metrics_file import METRICS, clear
-from deepzero.monitor.monitor import Monitor
 
 RUN_FOLDER_NOTE = "run-folder"
 """A rank leaves the folder's name for the attempts after this one."""
-_EMPTY = {LOCK, "multirun.yaml"}
-"""What lies in a folder in which no run has begun: our lock, and what Hydra writes of a sweep."""
-
-
-class FoldersBefore:
-    """Hydra's callback: which folder was there before Hydra made any. Hydra builds it, and keeps it to itself."""
-
-    noted: ClassVar[tuple[Path, Path, bool] | None] = None
-    """The folder that Hydra makes, the nearest above it (or it) that was there before, and whether it is a sweep's."""
-
-    def on_run_start(self, config: Any, **_: Any) -> None:
-        """Before the folder of a run."""
-        self._note(Path(config.hydra.run.dir).resolve(), False)
-
-    def on_multirun_start(self, config: Any, **_: Any) -> None:
-        """Before the folder of a sweep."""
-        self._note(Path(config.hydra.sweep.dir).resolve(), True)
-
-    def _note(self, path: Path, sweep: bool) -> None:
-        there = next(folder for folder in (path, *path.parents) if folder.exists())
-        type(self).noted = path, there, sweep
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("on_"):
-            raise AttributeError(name)
-        return lambda **_: None  # other events say nothing of folders
-
-
-def sweep_folder() -> Path | None:
-    """The folder of the sweep that this process has begun; None: of no sweep."""
-    return FoldersBefore.noted[0] if FoldersBefore.noted is not None and FoldersBefore.noted[2] else None
-
-
-def remove_unused(run_dir: Path | None = None) -> None:
-    """Remove a folder that Hydra has made and no run has begun in, and those above it as far as Hydra has made them.
-
-    ``run_dir`` is one of a sweep's; None: the folder of the run, or of the whole sweep.
-    """
-    if FoldersBefore.noted is None:
-        return
-    folder, stays = (run_dir or FoldersBefore.noted[0]).resolve(), FoldersBefore.noted[1]
-    with contextlib.suppress(OSError):  # what holds something stays
-        found = list(folder.iterdir()) if stays in folder.parents else []
-        # Two runs that start in one second have one name for their folders: the lock of the other one stays.
-        if {path.name for path in found} <= (_EMPTY if checkpoint_dir.holds(folder) else _EMPTY - {LOCK}):
-            for path in found:
-                path.unlink()
-        while stays in folder.parents:
-            folder.rmdir()
-            folder = folder.parent
 
 
 def take(run_dir: Path) -> None:
@@ -159,7 +105,14 @@ def find_start(resume: str | None, run_dir: Path, restarted: bool = False) -> Pa
         return None if resume in (None, "auto") else checkpoint_dir.find(resume, None)
     except CheckpointError as error:
         beside = complete_beside(own if complete_tags(own) else resume or own, tag)
-        raise ConfigError(f"train.resume={resume or 'null'}: {error}{way_out(beside)}") from None
+        raise ConfigError(f"train.resume={resume or 'null'}: {without_calls(str(error))}{way_out(beside)}") from None
+
+
+def without_calls(text: str) -> str:
+    """What is wrong with a checkpoint, without arguments of the engine's calls, which nobody types here."""
+    text = re.sub(r", and with tag= the one.*", ", or name one of them; train.init_from takes plain weights", text)
+    text = text.replace("name the checkpoint with tag=", "name one")
+    return re.sub(r";(?: or)? load_\w+=(?:True|False)[^;]*", "", text)
 
 
 def way_out(beside: Path | None) -> str:
@@ -272,9 +225,13 @@ def load_start(
         elif run.train.init_from is not None:
             engine.load_checkpoint(run.train.init_from, load_module_only=True)
     except CheckpointError as error:  # the message says it all, and another attempt would read the same files
-        weights_fit = path is not None and not isinstance(error, OtherModel)
-        advice = f"; train.resume=null train.init_from={path} takes the weights alone" if weights_fit else ""
-        raise ConfigError(error.text + (way_out(error.beside) or advice)) from None
+        advice = ""
+        if isinstance(error, OtherModel):
+            advice = "; set model.* as it was when that was saved"
+        elif path is not None:
+            elsewhere = " hydra.run.dir=ANOTHER" if path.parent == run_dir / RUN_CHECKPOINTS else ""
+            advice = f"; train.resume=null train.init_from={path}{elsewhere} takes the weights alone"
+        raise ConfigError(without_calls(error.text) + (way_out(error.beside) or advice)) from None
     if engine.global_rank == 0:  # not before: a run that is refused removes nothing
         try:
             if path is not None and path.parent == run_dir / RUN_CHECKPOINTS and not path.name.startswith("."):
@@ -296,31 +253,6 @@ def _tell(text: str) -> None:
 def data_of(run: RunConfig, sampler: GlobalBatchSampler) -> dict[str, Any]:
     """What the order of the data depends on; the position in it is the number of sequences seen."""
     return {"data": run.data.name, "sequences": sampler.num_sequences, "seed": run.train.seed}
-
-
-def save_if_due(run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, sampler: GlobalBatchSampler) -> None:
-    """A checkpoint every so many steps, after the last step, and before the run leaves."""
-    every, step, last = run.train.save_every, engine.global_steps, run.train.steps
-    if every and (step % every == 0 or step == last or engine.stopping):
-        engine.save_checkpoint(
-            run_dir / RUN_CHECKPOINTS,
-            tag_of(step),
-            client_state={"data": data_of(run, sampler)},
-            asynchronous=run.train.save_async and not engine.stopping,
-            keep_last=run.train.keep_last,
-        )
-
-
-def stop(run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, monitor: Monitor, command: Command) -> NoReturn:
-    """Leave in order: every rank is here, and the checkpoint is on the disk."""
-    engine.wait_for_checkpoint()
-    number = stop_signal()
-    monitor.line(f"stopped after step {engine.global_steps}; saved")
-    if command.by_torchrun:  # nobody else will say it
-        monitor.line(command.way_on(run_dir, run.train.steps))
-    monitor.stopped(f"stopped by {number.name}", dataclasses.asdict(run))
-    engine.barrier()
-    leave(128 + number)
 
 
 # ---- the command that goes on ----------------------------------------------------------------------------------------

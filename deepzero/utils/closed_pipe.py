@@ -1,4 +1,4 @@
-"""``… | head -1``: a program that is read by another one ends quietly when the other has read enough.
+"""``… | head -1``: a program that is read by another one ends quietly when the other has read enough; and on Ctrl-C.
 
 Python turns the write that nobody will read into a ``BrokenPipeError`` with a traceback, and says one more line when it
 flushes what is left at its own end. A shell's programs end without a word there, and so do deepzero's.
@@ -17,10 +17,14 @@ from typing import NoReturn
 def exit_with(main: Callable[[], int | None]) -> NoReturn:
     """Call ``main`` and leave with its exit status; with SIGPIPE's, 141, where nobody reads standard output any more.
 
+    Ctrl-C ends it with SIGINT's, 130.
+
     Raises:
         SystemExit: always, unless ``main`` raises another error, a ``BrokenPipeError`` of another pipe included.
     """
     status: int | str | None = 0
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as train.py has it during its imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Closed (``>&-``): Python has no stream for it, and the next file that is opened would get its number.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -31,6 +35,8 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
             status = main()
         except SystemExit as ended:  # argparse's, after --help
             status = ended.code
+        except KeyboardInterrupt:
+            status = 128 + signal.SIGINT
         sys.stdout.flush()
     except BrokenPipeError:
         if not _nobody_reads():

@@ -38,8 +38,7 @@ def why_not_compiled(device_type: str = "cpu") -> str:
     """
     if device_type == "cpu":
         name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-        words = shlex.split(name)
-        if not words or shutil.which(words[0]) is None:
+        if not (words := shlex.split(name)) or shutil.which(words[0]) is None:
             return f"no C++ compiler ({name} is not there; the environment variable CXX can name another)"
     elif device_type != "cuda":
         return f"nothing is compiled for devices of type {device_type}"

@@ -21,8 +21,7 @@ def loop(settings):
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
               "zero_optimization": {"stage": settings["stage"]}}  # fmt: skip
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    points = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(engine.global_rank))
-    losses = []
+    points, losses = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(engine.global_rank)), []
     for batch in points:
         loss = (engine(batch) - batch.sum(1, keepdim=True)).pow(2).mean()
         engine.backward(loss)

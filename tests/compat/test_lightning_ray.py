@@ -29,8 +29,7 @@ def test_lightning(tmp_path, stage, precision):
 def test_ray(tmp_path):
     """Both stages on workers that Ray starts: two ranks of one world, and the same bits."""
     pytest.importorskip("ray.train", reason="needs the extra libraries")
-    program = str(Path(libraries.__file__).with_name("ray_program.py"))
-    told = []
+    program, told = str(Path(libraries.__file__).with_name("ray_program.py")), []
     for stage in (2, 3):
         command = [sys.executable, program, str(stage), str(tmp_path)]
         environment = {**os.environ, "PYTHONPATH": str(runs.ROOT), "RAY_USAGE_STATS_ENABLED": "0"}

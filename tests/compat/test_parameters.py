@@ -150,8 +150,7 @@ def test_init_takes_deepspeeds_keywords(rank, world):
 @on_ranks()
 def test_an_engine_inside_init(rank, world):
     """Models and engines one after the other in one context; a context that is shut for a while."""
-    settings = config(stage=3, zero=WHOLE)
-    norms = []
+    settings, norms = config(stage=3, zero=WHOLE), []
     with zero.Init(config_dict_or_path=settings):
         for _ in range(2):
             with zero.Init(config_dict_or_path=settings):

@@ -169,7 +169,7 @@ def test_other_spellings_mean_the_same(given, plain):
     ({"bf16": True}, r'bf16=True must be an object with settings, like \{"enabled": true\}$'),
     ({"optimizer": {"type": "Adam", "lr": 0.1}}, r"'optimizer.lr': settings of the optimizer .* \{\"lr\": …\}"),
     ({"optimizer": {"type": "Adam", "parms": {}}}, "Did you mean 'optimizer.params'"),
-    ({"zero_optimization": "on"}, "must be an object with settings$"),
+    ({"zero_optimization": "on"}, r'must be an object with settings, like \{"stage": 2\}$'),
     ({"zero_optimization": {"overlap_comm": "yes"}}, "true or false"),
     ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}}, "stage 3's, and zero_optimization.stage=2"),
     ({"fp16": {"enabled": True, "loss_scale": -1}}, "^fp16.loss_scale=-1"),

@@ -331,8 +331,7 @@ def _rank_main(pipe, rank, world_size, meeting, process_group, filters, stack_fi
 
 def _end_with_parent():
     """However the test session ends, no rank outlives it."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)
 

@@ -161,8 +161,7 @@ class Recorder:
             entry = path / name
             if name not in self.world.folders[at]:
                 self._note("create", at, name, self._seen + 1, entry.is_dir())
-            known = self.world.folders[at][name]
-            if known in self.world.folders:
+            if (known := self.world.folders[at][name]) in self.world.folders:
                 self._look(known, entry)
             elif (content := entry.read_bytes()) != self.world.bytes.get(known, b""):
                 self._note("write", known, content)

@@ -117,8 +117,7 @@ class RandomModel(nn.Module):
         weights: dict[torch.Size, nn.Parameter] = {}
         for part in recipe.parts:
             module = USES[part.use]() if part.again is None else self.blocks[part.again].use
-            weight = getattr(module, "weight", None)
-            if weight is not None and part.again is None:
+            if (weight := getattr(module, "weight", None)) is not None and part.again is None:
                 if part.tied and weight.shape in weights:
                     module.weight = weights[weight.shape]
                 weights[weight.shape] = module.weight

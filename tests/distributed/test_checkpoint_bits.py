@@ -112,8 +112,7 @@ def test_a_checkpoint_that_an_earlier_commit_wrote(ranks, tmp_path):
     with tarfile.open(WRITTEN) as archive:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)  # not in each 3.10 and 3.11
         archive.extractall(tmp_path)
-    expected = json.loads((tmp_path / "expected.json").read_text())
-    tails = []
+    expected, tails = json.loads((tmp_path / "expected.json").read_text()), []
     for stage in (0, 1, 2, 3):
         loaded, tail, sha, _ = ranks.run(load_and_train, tmp_path, stage, 4, {"precision": "bf16"}, world_size=2)[0]
         assert loaded == (expected["sha"], expected["state"]), stage

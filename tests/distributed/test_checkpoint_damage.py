@@ -141,8 +141,7 @@ def try_the_damaged(rank, world, folder):
         manifest = folder / "step_2" / "manifest.json"
         manifest.write_bytes(manifest.read_bytes()[:500])
     process_group.barrier()
-    other = engine_for(world, 2, model=TinyModel(hidden=5))
-    messages = []
+    other, messages = engine_for(world, 2, model=TinyModel(hidden=5)), []
     for loading, place, tag in (
         (engine, folder, None), (engine, folder, "step_2"), (engine, folder / "step_2", None),
         (engine, folder, "step_7"), (other, folder, "step_1"),

@@ -84,8 +84,7 @@ class Reader:
 
     def look(self, tree):
         """A :class:`Found`, or what is broken, in words."""
-        state = key(tree)
-        if state not in self._known:
+        if (state := key(tree)) not in self._known:
             path = self.place / str(next(self._number))
             lay(tree, path, self.place / "store")
             try:

@@ -47,8 +47,7 @@ def run(rank, world, given, outlier, steps):
     """The readings and metrics of every step, and the account at the end."""
     with log_lines("deepzero.runtime.zero.zeropp") as messages:
         engine, *_ = deepzero.initialize(model=model(outlier), config=given)
-        generator = torch.Generator().manual_seed(rank)
-        seen = []
+        generator, seen = torch.Generator().manual_seed(rank), []
         for _ in range(steps):
             x = torch.randn(8, SIZE, generator=generator).bfloat16() / SIZE
             engine.backward(engine(x).float().square().mean())

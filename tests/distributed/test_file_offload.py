@@ -87,7 +87,7 @@ def test_same_bits_and_counted_bytes(ranks, tmp_path, stage, world, name):
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"nvme_path": None}, "device=nvme needs the files' folder"),
-    ({"nvme_path": "{folder}/nowhere"}, "is not a folder"),
+    ({"nvme_path": "{folder}/nowhere"}, r"^zero_optimization\.offload_optimizer\.nvme_path='.*' is not a folder; make"),
     ({"nvme_path": "/proc"}, "no file can be made there"),
     ({"buffer_count": 4, "pipeline_read": True}, "at least 8"),
     ({"buffer_count": 11, "pipeline_read": True, "pipeline_write": True}, "at least 12"),
@@ -102,9 +102,9 @@ def test_bad_settings(rank, world, changes, words, tmp_path):
     given = {key: value.format(folder=tmp_path) if isinstance(value, str) else value for key, value in changes.items()}
     case = settings(2, tmp_path, pipeline={})
     case["zero_optimization"]["offload_optimizer"] |= given
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as caught:
         built(case, Wide)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and len(caught.traceback) == 3, "no frames of who has found it"
 
 
 @pytest.mark.parametrize(("param", "words"), [

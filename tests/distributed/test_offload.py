@@ -367,8 +367,7 @@ class Late(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for param in (p for p in group["params"] if p.grad is not None):
-                state = self.state[param]
-                if not state:
+                if not (state := self.state[param]):
                     state["seen"] = torch.zeros_like(param)
                 state["seen"].mul_(0.9).add_(param.grad)
                 param.sub_(state["seen"], alpha=group["lr"])

@@ -123,8 +123,7 @@ def test_same_bits(rank, world, stage, precision, options, aways):
 
 def accumulated(rank, world, stage, precision, away):
     """Away in the middle of an optimizer step, with gradients, at every micro-batch."""
-    engine = start(stage, precision, gradient_accumulation_steps=3)
-    norms = []
+    engine, norms = start(stage, precision, gradient_accumulation_steps=3), []
     for step in range(3):
         for ids, labels in my_micro_batches(step, rank, world, 2, 3):
             loss = engine(ids, labels)

@@ -150,9 +150,7 @@ def alike(a, b):
         return a.shape == b.shape and torch.equal(a, b)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(alike, a, b))
-    return a == b
+    return len(a) == len(b) and all(map(alike, a, b)) if isinstance(a, (list, tuple)) else a == b
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.exhaustive)])

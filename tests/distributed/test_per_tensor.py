@@ -143,8 +143,7 @@ def test_stages_give_the_same_bits(ranks, world, precision, accumulation):
 
 @pytest.mark.parametrize(("most", "micro_batches"), [(3, 6), pytest.param(4, 12, marks=pytest.mark.exhaustive)])
 def test_number_of_ranks_gives_the_same_bits(ranks, most, micro_batches):
-    invariant = {"comm": {"reduce": "exact", "world_size_invariant": True}}
-    found = []
+    invariant, found = {"comm": {"reduce": "exact", "world_size_invariant": True}}, []
     for world in range(1, most + 1):
         one = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches // world}
         cases = [{**settings(stage, precision="bf16"), **one, **invariant} for stage in (1, 3)]

@@ -95,8 +95,7 @@ def test_gradients_against_double(ranks, stage, world, micro, accumulation):
 def losses_and_parameters(rank, world, stage, optimizer, steps):
     settings = config(stage=stage, bucket=700, gradient_clipping=0, train_micro_batch_size_per_gpu=8 // world)
     settings["optimizer"] = optimizer
-    engine = built(settings)
-    losses = []
+    engine, losses = built(settings), []
     for step in range(steps):
         ids, labels = make_batch(step, 8)
         mine = slice(rank * 8 // world, (rank + 1) * 8 // world)
@@ -111,8 +110,7 @@ def losses_and_parameters(rank, world, stage, optimizer, steps):
 def test_trajectory_against_plain_loop(ranks, name, stage, world):
     params = {"lr": 0.05} if name == "SGD" else {"lr": 1e-3, "weight_decay": 0.1}
     plain = make_model()
-    reference = getattr(torch.optim, name)(plain.parameters(), **params)
-    losses = []
+    reference, losses = getattr(torch.optim, name)(plain.parameters(), **params), []
     for step in range(10):
         reference.zero_grad()
         loss = plain(*make_batch(step, 8))

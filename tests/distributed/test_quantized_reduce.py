@@ -28,8 +28,7 @@ def layout_of(world, sizes=SIZES, limit=1000):
 
 def gradients(layout, rank, step, dtype):
     """One rank's gradients of one pass, a bucket's each; zero where there is no parameter."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    out = []
+    generator, out = torch.Generator().manual_seed(100 * step + rank), []
     for bucket in layout.buckets:
         grad = torch.randn(bucket.numel, generator=generator) * 10.0 ** (rank % 3 - 1)
         for lo, hi in bucket.gaps():

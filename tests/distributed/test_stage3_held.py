@@ -69,8 +69,7 @@ def compared(rank, world, cases):
         zero = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 200}
         settings = config(stage=3, bucket=300, zero=zero, chaos=1)
         settings["comm"]["chaos"]["max_delay_ms"] = 0.02
-        found = trained(rank, settings, init, model)
-        if found != expected:
+        if (found := trained(rank, settings, init, model)) != expected:
             different.append(f"{frozen} {operation} {checkpointing} init={init}: {found} is not {expected}")
     return different
 

@@ -346,8 +346,7 @@ def test_use_and_writes_without_gathering_are_refused(rank, world):
 
 @on_ranks()
 def test_loading_saving_and_destroying(rank, world):
-    source = {name: value.clone() for name, value in make_model(9).state_dict().items()}
-    hashes = []
+    source, hashes = {name: value.clone() for name, value in make_model(9).state_dict().items()}, []
     for stage in (2, 3):
         engine = start(make_model(), stage=stage, bucket=1500, zero=WHOLE if stage == 3 else {}, precision="bf16")
         engine.load_module_state_dict(source)

@@ -48,8 +48,7 @@ def events(rank, world, zero):
 
 def names(log):
     """Fetches, launches, waits of parameters, and releases, in short."""
-    short = {FORWARD: "f", BACKWARD: "b"}
-    out = []
+    short, out = {FORWARD: "f", BACKWARD: "b"}, []
     for what, kind, where in log:
         number = where.rpartition(" ")[2]
         if what in ("launch", "wait") and kind in short:

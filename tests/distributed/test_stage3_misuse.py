@@ -342,8 +342,7 @@ def test_everything_in_a_leaf(rank, world):
 @on_ranks(1)
 def test_fp16_engine_after_engine(rank, world):
     """An engine after an engine: nothing of the first one's loss scale is left."""
-    model = make("base")
-    norms = []
+    model, norms = make("base"), []
     for _ in range(2):
         engine = start(model, stage=2, precision="fp16", fp16={"initial_scale_power": 4}, gradient_clipping=0.0)
         loss = engine(batch(0, rank).half()).float()

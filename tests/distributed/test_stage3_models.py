@@ -366,9 +366,7 @@ class Changing(Base):
     order = 0
 
     def forward(self, x):
-        if self.order:
-            return self.norm(x).mean() + super().forward(x)
-        return super().forward(x)
+        return self.norm(x).mean() + super().forward(x) if self.order else super().forward(x)
 
 
 @on_ranks()

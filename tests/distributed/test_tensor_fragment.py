@@ -317,8 +317,7 @@ def test_nothing_there(rank, world, stage):
 
 def untimely(rank, world, stage):
     engine = build(stage, "bf16", gradient_accumulation_steps=2)
-    param = engine.module.blocks[0][1].weight
-    messages = []
+    param, messages = engine.module.blocks[0][1].weight, []
 
     def inside(_):
         with pytest.raises(RuntimeError, match="a backward pass is under way"):

@@ -192,8 +192,7 @@ INDICES = {
 
 
 def test_damaged_headers_and_indices(ranks, tmp_path):
-    raw = (write(tmp_path / "m", source()) / "model.safetensors").read_bytes()
-    cases = []
+    raw, cases = (write(tmp_path / "m", source()) / "model.safetensors").read_bytes(), []
     for kind, (change, text) in DAMAGES.items():
         file = tmp_path / kind / "model.safetensors"
         file.parent.mkdir()

@@ -27,8 +27,7 @@ def settings(zero, per_node=2, **changes):
 
 def course(rank, world, given, folder=None, steps=5):
     """Losses, an evaluation after each step, and the parameters; saved and loaded in the middle with a folder."""
-    engine = built(given)
-    seen = []
+    engine, seen = built(given), []
     for step in range(steps):
         done = one_step(engine, rank, world, step)
         with torch.no_grad():

@@ -48,8 +48,7 @@ MODELS = {"plain": make_model, "checkpoint": Checkpointed, "frozen": frozen_embe
 
 def bits(rank, world, given, kind="plain", steps=5, evaluate=False):
     """Every step's loss and norm, and the parameters at the end; and what the run sent."""
-    engine = built(given, MODELS[kind])
-    seen = []
+    engine, seen = built(given, MODELS[kind]), []
     for step in range(steps):
         for ids, labels in my_micro_batches(step, rank, world, engine.batch.micro_batch, engine.batch.accumulation):
             if evaluate:

@@ -115,8 +115,7 @@ def config(**changes: Any) -> dict[str, Any]:
         zero["overlap_comm"] = True
     zero.update(changes.pop("zero", {}))
     out["zero_optimization"] = zero
-    precision = changes.pop("precision", "fp32")
-    if precision == "bf16":
+    if (precision := changes.pop("precision", "fp32")) == "bf16":
         out["bf16"] = {"enabled": True}
     elif precision == "fp16":
         out["fp16"] = {"enabled": True, **changes.pop("fp16", {})}

@@ -141,8 +141,7 @@ def main(jobs, events):
                 return
             pids = []
             for rank in range(job["world"]):
-                pid = os.fork()
-                if pid == 0:
+                if (pid := os.fork()) == 0:
                     born(job, rank)
                 pids.append(pid)
             tell(life=job["life"], pids=pids)

@@ -174,8 +174,7 @@ def kill(zygote, line, pids, chance, tally, joined):
     tally.kills += 1
     began = time.monotonic()
     zygote.until(lambda: len(zygote.ended) == len(pids), "the end of those who were not killed")
-    survivors = [pid for pid in pids if pid not in victims]
-    if survivors:
+    if survivors := [pid for pid in pids if pid not in victims]:
         tally.alone += len(survivors)
         tally.slowest = max(tally.slowest, time.monotonic() - began)
         assert time.monotonic() - began < SOON
@@ -194,8 +193,7 @@ def look_from_outside(line, tally, zygote):
     complete = folders.complete_tags(folder)
     for tag in complete:
         verify(folder / tag)
-    latest = folders.latest_tag(folder)
-    if latest is not None:
+    if (latest := folders.latest_tag(folder)) is not None:
         newest = verify(folders.find(folder, None))
         assert newest >= line.newest, zygote.logs()
         line.newest = newest

@@ -170,7 +170,8 @@ def test_what_is_advised_can_work(used, tiny, tmp_path):
     )
     assert other_optimizer.status == other_model.status == 2
     assert "takes the weights alone" in other_optimizer.err and "train.init_from" not in other_model.err
-    assert "is of another model" in other_model.err
+    assert "is of another model" in other_model.err and "set model.* as it was" in other_model.err
+    assert "load_" not in other_optimizer.err + other_model.err, "no argument of a call"
     weights = re.search(r"train.resume=null train.init_from=\S+", other_optimizer.err).group().split()
     assert runs.train(*tiny, *SHORT, *weights, "optimizer=sgd", cwd=tmp_path).status == 0
 

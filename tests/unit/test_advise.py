@@ -9,7 +9,7 @@ import pytest
 from deepzero.planning.autotune import NOTHING_FITS, Search, command, rehearse_option, text
 from deepzero.planning.clusters import H100_HDR
 from deepzero.planning.dry_run import ClusterShape, dry_run
-from deepzero.planning.estimate import Setting
+from deepzero.planning.estimate import Estimator, Setting
 from deepzero.planning.search_space import Question
 from deepzero.planning.simulate import simulate
 from deepzero.runtime.memory_model import Elements, StateSizes, predicted_memory
@@ -58,6 +58,16 @@ def test_predictions_are_those_of_simulate(advice):
         assert option.step_seconds == again.timeline.seconds
         assert option.simulated.as_dict() == again.as_dict()
         assert option.tokens_per_second == again.as_dict()["tokens_per_second"]
+
+
+@pytest.mark.parametrize(
+    "words", [["zero.stage=3"], ["offload=optimizer"], ["optimizer=muon", "zero.stage=1"]], ids=str
+)
+def test_states_are_known_without_a_rehearsal(words):
+    run, world = compose((*WIDE, "train_micro_batch_size_per_gpu=1", *words)), ClusterShape(2, 2)
+    rehearsed = dry_run(program_of(run, 2), world).memory
+    for category, size in Estimator(run, program_of, H100_HDR, world).states().items():
+        assert size == pytest.approx(rehearsed[category], rel=0.01), category
 
 
 def test_what_is_printed_composes_to_what_was_rehearsed(advice):

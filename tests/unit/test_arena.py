@@ -146,8 +146,7 @@ def test_copies_are_counted_and_timed():
 
 def test_chaos_puts_copies_off_until_somebody_waits():
     """The one who forgets to wait reads the old values, sooner or later; the one who waits never does."""
-    lane = wire(1)
-    early = []
+    lane, early = wire(1), []
     for _ in range(50):
         host, device = torch.zeros(4), torch.ones(4)
         copy = lane.to_host(TO_HOST, host, device)

@@ -215,8 +215,7 @@ def children():
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid():
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():  # its parent
                 found.add(int(stat.parent.name))
     return found
 

@@ -71,8 +71,7 @@ def peak_of(settings, world, given_on_device, frozen, monkeypatch):
     meter = DeviceMeter()
     with monkeypatch.context() as patched, one_of_many(DryRunRank(world - 1, world, "cuda", min(world, 8))):
         patched.setattr(HostArena, "allocate", meter.on_host(HostArena.allocate))
-        on_host = settings.zero.offload_optimizer.device == "cpu"
-        if on_host:
+        if on_host := settings.zero.offload_optimizer.device == "cpu":
             patched.setattr(optimizer_offload, "allocate_state", meter.on_host(optimizer_offload.allocate_state))
         if not given_on_device:
             patched.setattr(stage_1_and_2, "lies_on", lambda params, device: False)

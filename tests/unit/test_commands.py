@@ -245,7 +245,16 @@ def test_a_closed_pipe_ends_a_program_quietly(words):
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
-@pytest.mark.parametrize(("ends", "status"), [(lambda: 3, 3), (lambda: None, 0), (lambda: sys.exit(2), 2)])
+def test_ctrl_c_during_the_imports(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n", encoding="ascii")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "train.py"], cwd=ROOT, env=environment, capture_output=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"), [(lambda: 3, 3), (str, 0), (lambda: sys.exit(2), 2), (lambda: signal.raise_signal(2), 130)]
+)
 def test_the_exit_status_is_the_programs(ends, status):
     with pytest.raises(SystemExit) as ended:
         exit_with(ends)

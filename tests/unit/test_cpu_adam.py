@@ -246,8 +246,7 @@ def reference_step(state, grad, settings, step):
 
 def errors_of(optimizer, exact):
     """Mean and largest absolute error of the parameter, and of both moments relative to their own size."""
-    param = optimizer.param_groups[0]["params"][0]
-    found = {}
+    param, found = optimizer.param_groups[0]["params"][0], {}
     for row, name in enumerate(("param", "exp_avg", "exp_avg_sq")):
         error = ((optimizer.state[param][name] if row else param.detach()).double() - exact[row]).abs()
         if row:

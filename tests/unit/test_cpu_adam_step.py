@@ -60,8 +60,7 @@ class TestTorchsMachinery:
     def test_hooks_schedulers_and_the_profiler_see_the_step(self):
         (weight,) = leaves(5)
         optimizer = CPUAdam([weight], lr=0.5)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        seen = []
+        scheduler, seen = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), []
         optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append((len(args), sorted(kwargs))))
         optimizer.register_step_post_hook(lambda *_: seen.append("after"))
         with torch.profiler.profile(acc_events=True) as profiler:  # torch 2.11 warns without

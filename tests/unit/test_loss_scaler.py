@@ -137,8 +137,7 @@ class TestAgainstDeepSpeed:
             theirs = deepspeed_scaler(2.0**10, window, min_scale, hysteresis, consecutive)
             raised = 0
             for step in range(2000):
-                overflow = rng.random() < overflow_rate
-                errors = []
+                overflow, errors = rng.random() < overflow_rate, []
                 for update in (ours.update, theirs.update_scale):
                     try:
                         update(overflow)

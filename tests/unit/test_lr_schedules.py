@@ -30,8 +30,7 @@ def adam(*lrs):
 def used(kind, params, steps, lr=1.0, total=None):
     """The learning rate that each of the first optimizer steps would use."""
     optimizer = sgd(lr)
-    scheduler = build_scheduler(SchedulerConfig(kind, params), optimizer, total)
-    out = []
+    scheduler, out = build_scheduler(SchedulerConfig(kind, params), optimizer, total), []
     for _ in range(steps):
         out.append(optimizer.param_groups[0]["lr"])
         scheduler.step()

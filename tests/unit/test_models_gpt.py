@@ -183,8 +183,7 @@ def naive_attention(module, x, rope):
         first, second = heads.chunk(2, -1)
         turned = torch.cat((first * table[0] - second * table[1], second * table[0] + first * table[1]), -1)
         heads = torch.cat((turned[:, :, :n], heads[:, :, n:]), 2)
-    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    out = []
+    mask, out = torch.ones(tokens, tokens, dtype=torch.bool).tril(), []
     for h in range(module.n_head):
         q, k, v = (heads[:, :, at] for at in (h, module.n_head + h // group, n + h // group))
         scores = (q @ k.transpose(1, 2) / math.sqrt(d)).masked_fill(~mask, float("-inf"))

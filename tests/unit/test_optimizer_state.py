@@ -24,8 +24,7 @@ class Drifting(optim.Optimizer):
         for group in self.param_groups:
             group["count"][0] += 1
             for param in group["params"]:
-                state = self.state[param]
-                if not state:
+                if not (state := self.state[param]):
                     state["anchor"] = param.clone()
                     WITNESS.append(len(self.state))
                 param.mul_(0.9).add_(torch.rand(())).sub_(0.01 * param.grad * self.steps * group["count"][0])
@@ -86,8 +85,7 @@ ON_GPU = {
 
 def masters(device="cpu"):
     """1-D fp32 leaves with zeros of either sign among the values; one is empty, as on a rank that owns nothing."""
-    generator = torch.Generator().manual_seed(1)
-    out = []
+    generator, out = torch.Generator().manual_seed(1), []
     for extent in (33, 0, 16):
         values = torch.randn(extent, generator=generator)
         values[1::5], values[2::5] = 0.0, -0.0

@@ -173,8 +173,7 @@ class TestNoTrace:
     def test_all_is_as_before(self, make):
         weights = model_weights()
         weights[0].grad = torch.full_like(weights[0], 3.0)
-        optimizer = make(weights)
-        called = []
+        optimizer, called = make(weights), []
         optimizer.register_step_pre_hook(lambda *args: called.append("pre"))
         optimizer.register_step_post_hook(lambda *args: called.append("post"))
         attributes = dict(vars(optimizer))

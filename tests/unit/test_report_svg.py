@@ -43,8 +43,7 @@ def test_ticks_are_few_round_and_inside(a, b):
 def test_thinning_keeps_the_highest_and_the_lowest(points):
     thin = svg.thin(points, limit=50)
     assert len(thin) <= max(50, 75)
-    values = [y for _, y in points if y is not None]
-    if values:
+    if values := [y for _, y in points if y is not None]:
         kept = [y for _, y in thin if y is not None]
         assert (max(kept), min(kept)) == (max(values), min(values))
 

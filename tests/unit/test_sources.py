@@ -427,8 +427,7 @@ def test_a_gradient_that_is_assigned_forgets_the_micro_batch_before():
 
 def test_more_than_one_layer_is_there_at_a_time():
     """Three layers of 8 elements: with a prefetch two are gathered, beside the rank's share of all."""
-    uses = [ModuleUse((layer,), backward=False, where="") for layer in range(3)]
-    most = {}
+    uses, most = [ModuleUse((layer,), backward=False, where="") for layer in range(3)], {}
     for name, prefetch in (("without", 0), ("with", 8)):
         live, most[name] = set(), 0
         for use in compile_plan(uses, dict.fromkeys(range(3), 8), FetchLimits(prefetch, 0, 24)).uses:

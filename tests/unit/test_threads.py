@@ -68,8 +68,7 @@ def test_without_cuda_nothing_is_asked(monkeypatch):
 
 def test_pages_are_unlocked_on_their_device(monkeypatch):
     """Whichever thread collects the garbage."""
-    inside = []
-    told = []
+    inside, told = [], []
 
     class Within:
         def __init__(self, device):

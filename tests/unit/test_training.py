@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from typing import cast
 
 import pytest
 import torch
+from hydra.core.utils import setup_globals
 from omegaconf import OmegaConf
 
+from deepzero import machine
 from deepzero.checkpoint.checkpoint_dir import LOCK, release
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine as Engine
 from deepzero.config.engine import BatchSizes, EngineConfig, resolve_batch
@@ -21,8 +24,10 @@ from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.monitor import environment
 from deepzero.training import run_folder
+from deepzero.training.build_model import program_of
+from deepzero.training.command_line import NewFolders, compose, remove_unused, with_fallback_batch
 from deepzero.training.reporting import final_facts
-from deepzero.training.run_folder import Command, FoldersBefore, find_start, remove_unused, tag_of, take
+from deepzero.training.run_folder import Command, find_start, tag_of, take, without_calls
 
 # ---- the batch of a run that goes on, on as many ranks as before or not ----------------------------------------------
 
@@ -73,6 +78,10 @@ def test_fewer_steps_than_were_taken(monkeypatch):
     run_folder.manifest_of(Path("saved"), 7)
     with pytest.raises(ConfigError, match=r"train\.steps=6: saved was saved after step 7; name at least as many"):
         run_folder.manifest_of(Path("saved"), 6)
+
+
+def test_no_argument_of_a_call_is_advised():
+    assert without_calls("a is no b; load_module_strict=False loads what both have") == "a is no b"
 
 
 def test_a_kill_before_latest_was_written_for_the_first_time(tmp_path):
@@ -195,9 +204,9 @@ def test_the_python_that_runs_this(tmp_path, monkeypatch):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A run folder that Hydra makes, below another that was not there."""
-    monkeypatch.setattr(FoldersBefore, "noted", None)
+    monkeypatch.setattr(NewFolders, "noted", None)
     run_dir = tmp_path / "outputs" / "12-00-00"
-    FoldersBefore().on_run_start(OmegaConf.create({"hydra": {"run": {"dir": str(run_dir)}}}))
+    NewFolders().on_run_start(OmegaConf.create({"hydra": {"run": {"dir": str(run_dir)}}}))
     run_dir.mkdir(parents=True)
     yield run_dir
     release(run_dir)
@@ -209,13 +218,46 @@ def test_a_refused_run_leaves_nothing(folder):
     assert list(folder.parents[1].iterdir()) == []
 
 
-def test_a_second_run_of_the_same_second_leaves_the_first_ones_folder(folder):
+def test_commands_of_one_second_have_folders_of_their_own(tmp_path):
+    setup_globals()
+    for kind, event in (("run", NewFolders().on_run_start), ("sweep", NewFolders().on_multirun_start)):
+        for _ in range(2):
+            event(OmegaConf.create({"hydra": {kind: {"dir": f"{tmp_path}/{kind}/${{now:%S}}"}}}))
+        assert len(list((tmp_path / kind).iterdir())) == 2
+
+
+def test_a_second_run_with_a_folder_leaves_it_to_the_first(folder):
     with (folder / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match=r"^hydra\.run\.dir: another run writes to "):
             take(folder)
         remove_unused()
         assert (folder / LOCK).exists()
+
+
+# ---- what a machine has room for -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nproc", "device", "room", "said"), [
+    (8, "cpu", {}, "^$"),
+    (9, "cpu", {}, r"^launch\.nproc=9: this machine has 2 cores, and each rank waits for all others$"),
+    (9, "cpu", {"memory": 1e9}, r"^launch\.nproc=9: so many processes take 1\.35 GB .* and 1 GB are free, on 2 cores;"),
+    (1, "cpu", {"memory": 2e8}, r"^the model in fp32, .* 203\.5 MB, .*\nmodel states of all ranks .* 915\.6 MB"),
+    (2, "cuda", {"gpu": 1e8}, r"^model states of a rank would take \d+\.\d MB, and this GPU has 100 MB for it; "),
+    (2, "cpu", {"disk": 6e8}, r"^a checkpoint takes 610\.\d MB, and the disk of \S+ has 600 MB left; make room, "),
+])  # fmt: skip
+def test_room_is_asked_for_before_ranks_start(nproc, device, room, said, monkeypatch, tmp_path):
+    found = {"memory": 1e12, "gpu": 1e12, "disk": 1e12, **room}
+    monkeypatch.setattr(machine, "usable_cores", lambda: {0, 1})
+    monkeypatch.setattr(machine, "available_host_bytes", lambda: found["memory"])
+    monkeypatch.setattr(machine, "installed", lambda: SimpleNamespace(total_memory=lambda _: found["gpu"]))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=found["disk"]))
+    run = with_fallback_batch(compose(["model.n_embd=1024", "train_batch_size=72"]))
+    try:
+        told = machine.check_machine(run, program_of, tmp_path, nproc, device)
+    except ConfigError as error:
+        told = str(error)
+    assert re.search(said, told), told
 
 
 # ---- what a run says of itself at its end ----------------------------------------------------------------------------

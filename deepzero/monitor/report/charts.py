@@ -78,8 +78,7 @@ def quantization(run: Run) -> str:
     """The worst signal-to-noise ratio of weights and of gradients; 6 dB are one bit."""
     lines, named = [], []
     for what, colour in (("weights", "c1"), ("gradients", "c6")):
-        points = svg.finite(run.series(f"quantization/{what}_snr_db_min"))
-        if points:
+        if points := svg.finite(run.series(f"quantization/{what}_snr_db_min")):
             lines.append(svg.Line(what, points, colour))
             named.append((what, colour, f"lowest {min(y for _, y in points):.1f} dB"))
     title = "Quantisation: signal over noise of the worst bucket"

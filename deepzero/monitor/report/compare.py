@@ -30,8 +30,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 def text_table(folders: Sequence[Path]) -> str:
     """The runs in numbers, for the terminal; empty when there are none."""
-    runs = [Run(folder) for folder in folders]
-    if not runs:
+    if not (runs := [Run(folder) for folder in folders]):
         return ""
     here = Path.cwd()
     names = [str(run.folder.relative_to(here) if run.folder.is_relative_to(here) else run.folder) for run in runs]
@@ -88,8 +87,7 @@ def comparison(runs: Sequence[Run]) -> str:
     """The page."""
     short = [run.folder.name for run in runs]
     names = short if len(set(short)) == len(short) else [str(run.folder) for run in runs]
-    heading = f"{len(runs)} runs beside each other"
-    limits = []
+    heading, limits = f"{len(runs)} runs beside each other", []
     for run, name in zip(runs, names, strict=True):
         found = " ".join(limit.finding for limit in limits_of(run)) or "Nothing was measured that could say."
         limits.append(f"<p><b>{text(name)}.</b> {text(found)}</p>")

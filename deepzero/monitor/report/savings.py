@@ -86,8 +86,7 @@ def _sums_wider(run: Run) -> bool:
 
 def headline(run: Run) -> str:
     """What was saved, as one or two sentences of plain text."""
-    found = savings_of(run)
-    if found is None:
+    if (found := savings_of(run)) is None:
         return "How much memory that saves is not known: the run ended before a step was counted."
     of_each = "The one rank" if run.world_size == 1 else f"Each of the {run.world_size} ranks"
     compared = f"{abs(found.part):.0%} {'less' if found.part > 0 else 'more'}"

@@ -152,8 +152,7 @@ def _memory_step(run: Run) -> Iterable[str]:
 
 def _communication(run: Run) -> Iterable[str]:
     """Volume in the paper's unit and how much of it leaves the node, the chart, the table, overlap."""
-    account = run.account("communication")
-    if account:
+    if account := run.account("communication"):
         sent, across = run.total_sent(), run.total_sent("between_node_bytes")
         words = f"One rank sent {short_bytes(sent)} in one step, mean over ranks; "
         words += f"predicted {short_bytes(run.total_sent(column='predicted'))}."

@@ -1,0 +1,58 @@
+"""What this machine has room for: processes, model states and a checkpoint, asked before a run's ranks start."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import torch
+
+from deepzero.comm.ledger import side_of
+from deepzero.config.run import RunConfig
+from deepzero.config.strict import ConfigError
+from deepzero.device import installed
+from deepzero.offload.file_offload import in_files
+from deepzero.offload.offload_plan import usable_cores
+from deepzero.offload.pinned_arena import available_host_bytes
+from deepzero.planning.clusters import H100_HDR
+from deepzero.planning.dry_run import ClusterShape
+from deepzero.planning.estimate import Estimator, MakeProgram
+from deepzero.utils.formatting import short_bytes
+
+RANK_BYTES = 150_000_000
+"""What a rank has to itself before it has a model: an interpreter with torch."""
+
+
+def check_machine(run: RunConfig, make: MakeProgram, run_dir: Path, nproc: int, device: str) -> str:
+    """Refuse what this machine surely cannot do; returns in words what is likely to fail, nothing where all is well.
+
+    Raises:
+        ConfigError: no memory for so many processes before they have a model, or no room for a checkpoint.
+    """
+    cores, free = len(usable_cores()), available_host_bytes() or math.inf
+    if (least := nproc * RANK_BYTES) > free:
+        sizes = f"{short_bytes(least)} before they have a model, and {short_bytes(free)} are free"
+        raise ConfigError(f"launch.nproc={nproc}: so many processes take {sizes}, on {cores} cores; choose fewer")
+    slow = f"launch.nproc={nproc}: this machine has {cores} cores, and each rank waits for all others"
+    told = [slow] if device == "cpu" and nproc > 4 * cores else []
+    estimator = Estimator(run, make, H100_HDR, ClusterShape(nproc, nproc))  # for sizes, which no cluster changes
+    sides, states = {"host": 0, "device": 0}, estimator.states()
+    for category in states.keys() - in_files(run.engine.zero):
+        sides["host" if device == "cpu" else side_of(category)] += states[category]
+    of_gpu = math.inf if device == "cpu" else installed().total_memory(torch.device(device, 0))
+    for what, size, where, room in (
+        ("the model in fp32, which every rank makes before it is cut,", 4 * estimator.numel * nproc, "machine", free),
+        ("model states of all ranks", sides["host"] * nproc, "machine", free),
+        ("model states of a rank", sides["device"], "GPU", of_gpu),
+    ):
+        if size > room:
+            there = f"this {where} has {short_bytes(room)} for it; what would fit, python -m tools.advise says"
+            told.append(f"{what} would take {short_bytes(size)}, and {there}")
+    needed, left = round(estimator.numel * (4 + estimator.moments)), shutil.disk_usage(run_dir).free
+    if run.train.save_every and needed > left:
+        sizes = f"a checkpoint takes {short_bytes(needed)}, and the disk of {run_dir} has {short_bytes(left)} left"
+        raise ConfigError(
+            f"{sizes}; make room, choose another hydra.run.dir, or set train.save_every=0 to save nothing"
+        )
+    return "\n".join(told)
