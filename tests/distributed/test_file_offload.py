@@ -130,7 +130,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_moved(rank, world, tm
         if rank == 1:
             patches.enter_context(mock.patch("os.posix_fallocate", full))
         words = r"masters .*moments .* needed there for each rank .* were free \(No space left on device\)"
-        with pytest.raises(ConfigError, match=("^rank 1: " if rank == 0 else "^") + "zero.offload_optimizer.nvme_path"):
+        with pytest.raises(ConfigError, match=f"^{'rank 1: ' * (rank == 0)}zero_optimization.offload_optimizer.nvme"):
             try:
                 built(settings(2, tmp_path), model)
             except ConfigError as error:
