@@ -47,8 +47,7 @@ torch_info |= {"nccl_version": "0.0", "bf16_support": True}
 
 @functools.cache
 def _made() -> logging.Logger:
-    made = logging.getLogger("DeepSpeed")
-    handler = logging.StreamHandler(sys.stdout)
+    made, handler = logging.getLogger("DeepSpeed"), logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
     made.addHandler(handler)
     made.setLevel(logging.INFO)

@@ -193,8 +193,7 @@ def split_by_file(sizes: dict[str, int], val_fraction: float) -> tuple[list[str]
         (['c'], ['b', 'a'])
     """
     order = sorted(sizes, key=lambda name: (hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest(), name))
-    room = int(val_fraction * sum(sizes.values()))
-    val = []
+    room, val = int(val_fraction * sum(sizes.values())), []
     for name in order:
         if sizes[name] <= room:
             val.append(name)

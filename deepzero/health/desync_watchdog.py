@@ -132,8 +132,7 @@ class Watchdog(GroupObserver):
         self._beats: dict[int, int] = {}
         # For each peer its last beat, and in how many looks it has been the last.
         self._heard: dict[int, tuple[int, int]] = {}
-        self._trainer = threading.get_ident()
-        self._stop = threading.Event()
+        self._trainer, self._stop = threading.get_ident(), threading.Event()
         self._roll_call = RollCall(board, self.trail, self._trainer)
         self._thread = start_thread(self._run, "deepzero-divergence")
 
@@ -273,8 +272,7 @@ class NcclWatchdog(GroupObserver):
         super().__init__()
         self._seconds = 0.9 * timeout_seconds
         self._roll_call = RollCall(board, self.trail, threading.get_ident(), host_waits=False)
-        self._stop = threading.Event()
-        self._thread = start_thread(self._run, "deepzero-divergence")
+        self._stop, self._thread = threading.Event(), start_thread(self._run, "deepzero-divergence")
 
     def leave(self, reason: str) -> None:
         """Stop watching. The others hear of it from NCCL."""

@@ -88,8 +88,7 @@ def choose_device(wanted: str, nproc: int) -> str:
 
     if wanted == "cpu" or (wanted == "auto" and os.environ.get("DEEPZERO_DEVICE") == "cpu"):
         return "cpu"
-    gpus = installed().device_count()
-    if gpus >= nproc:
+    if (gpus := installed().device_count()) >= nproc:
         return installed().kind
     why = f"{nproc} ranks want a GPU each, and this machine has {gpus}" if gpus else missing_gpu()
     if wanted == "cuda":

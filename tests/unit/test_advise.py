@@ -161,8 +161,7 @@ def test_nodes_bring_hpz_and_lossy_brings_the_rest():
 def test_many_micro_batches_lie_on_a_straight_line():
     words = (*TINY, "zero.stage=3", "train_micro_batch_size_per_gpu=1", "train_batch_size=12")
     question = ask(*words)
-    option = rehearse_option(question, plain(3, 1, 6), words)
-    run = compose(words)
+    option, run = rehearse_option(question, plain(3, 1, 6), words), compose(words)
     whole = simulate(dry_run(program_of(run, 2), question.world), question.cluster, 12 * 16)
     assert option.straight_line
     assert option.tokens == whole.tokens
@@ -178,8 +177,7 @@ def test_a_global_batch_is_kept():
 
 
 def test_nothing_fits(capsys, tmp_path):
-    file = tmp_path / "advice.json"
-    given = ["offload=none", "model.activation_checkpointing=false"]
+    file, given = tmp_path / "advice.json", ["offload=none", "model.activation_checkpointing=false"]
     status = tool.main([*WIDE, "--ranks", "2", "--memory-gb", "0.06", *given, "--json", str(file)])
     out = capsys.readouterr().out
     assert status == tool.NOTHING

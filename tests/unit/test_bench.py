@@ -60,8 +60,7 @@ def test_a_step_lasts_as_long_as_the_slowest_rank():
 
 
 def test_rounds_are_pooled_and_failed_rounds_left_out():
-    ddp = by_name("ddp")
-    broken = outcome(7.0, error="rank 1 ended with 1")
+    ddp, broken = by_name("ddp"), outcome(7.0, error="rank 1 ended with 1")
     rounds = [outcome(1.0, 3.0, peak=10), broken, outcome(2.0, 9.0, peak=8, cpu=2.0)]
     row = summarize(ddp, ddp.variants[0], rounds, idle=4)
     assert row is not None
@@ -234,8 +233,7 @@ def test_ranks_that_take_too_long_are_ended(tmp_path):
 def test_quick_run_of_deepzero_and_ddp(tmp_path, capsys):
     file = tmp_path / "samples.json"
     chosen = ["--contenders", "deepzero1:plain,ddp:bf16", "--steps", "4", "--json", str(file), "--timeout", "200"]
-    status = zero.main(["--quick", *chosen])
-    printed = capsys.readouterr().out
+    status, printed = zero.main(["--quick", *chosen]), capsys.readouterr().out
     assert status == 0, printed
     assert "the same work within bf16 noise" in printed
     outcomes = json.loads(file.read_text())["outcomes"]

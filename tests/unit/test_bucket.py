@@ -26,8 +26,7 @@ def naive(parts):
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize("numel", [1, 64, SUM_CHUNK - 1, SUM_CHUNK, 2 * SUM_CHUNK + 17])
 def test_rank_order(world, numel, dtype):
-    parts = parts_of(world, numel, dtype)
-    output = torch.full((numel,), float("nan"))
+    parts, output = parts_of(world, numel, dtype), torch.full((numel,), float("nan"))
     sum_in_rank_order(output, parts, accumulate=False, scratch=SCRATCH)
     assert torch.equal(output, naive(parts))
     sum_in_rank_order(output, parts, accumulate=True, scratch=SCRATCH)
@@ -50,8 +49,7 @@ def test_narrow_output_is_rounded_once(accumulate):
 
 
 def test_ledger_counts_shared_storage_once_and_keeps_the_maximum():
-    ledger = Ledger()
-    held = [torch.zeros(100)]
+    ledger, held = Ledger(), [torch.zeros(100)]
     ledger.watch("gradients", lambda: [*held, held[0][10:20], None, torch.zeros(0)], padding_bytes=40)
     ledger.sample()
     held.append(torch.zeros(50, dtype=torch.bfloat16))

@@ -109,8 +109,7 @@ def test_a_logger_that_hangs_while_it_starts_or_at_the_end(hang, monkeypatch):
 
 
 def test_a_logger_that_hangs_at_a_step_costs_no_time_and_no_memory(hang):
-    told = []
-    sink = Failing(hang, 1)
+    told, sink = [], Failing(hang, 1)
     background = Background("x", lambda _: sink, told.append, room=10, finish_seconds=0.2)
     background.write("train", {"step": 0})
     end = time.monotonic() + PATIENCE
@@ -280,8 +279,7 @@ def test_a_run_that_goes_on_is_one_run_of_wandb(nobody, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     run_dir = tmp_path / "run"
     more = {"quantization/weights_snr_db/h.0.attn.weight+2": 41.5, "comm/hidden_fraction": 0.25, "grad_norm": math.inf}
-    cfg = LoggerConfig(names=("wandb",), run_name="mine", group="ours", tags=("a", "b"))
-    told = io.StringIO()
+    cfg, told = LoggerConfig(names=("wandb",), run_name="mine", group="ours", tags=("a", "b")), io.StringIO()
     for first_step, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5))):
         monitor = make_monitor(WORK, cfg, run_dir, {"seed": 7}, first_step, stream=told)
         for number in steps:

@@ -134,8 +134,7 @@ class TestAgainstDeepSpeed:
         for overflow_rate in (0.05, 0.3, 0.7):
             rng = random.Random(window * 100 + hysteresis)
             ours = DynamicLossScaler(2.0**10, window, hysteresis, consecutive, min_scale)
-            theirs = deepspeed_scaler(2.0**10, window, min_scale, hysteresis, consecutive)
-            raised = 0
+            theirs, raised = deepspeed_scaler(2.0**10, window, min_scale, hysteresis, consecutive), 0
             for step in range(2000):
                 overflow, errors = rng.random() < overflow_rate, []
                 for update in (ours.update, theirs.update_scale):

@@ -245,8 +245,7 @@ class TestAgainstDeepSpeed:
     def test_rates_betas_and_states(self, theirs, kind, params, make, lrs):
         """Of every optimizer step, those of DeepSpeed's class."""
         ours_opt, their_opt = make(*lrs), make(*lrs)
-        ours = build_scheduler(SchedulerConfig(kind, params), ours_opt)
-        named_opt = make(*lrs)
+        ours, named_opt = build_scheduler(SchedulerConfig(kind, params), ours_opt), make(*lrs)
         named = getattr(lr_schedules, kind)(named_opt, **params)
         other = getattr(theirs, kind)(their_opt, **params)
         for step in range(60):

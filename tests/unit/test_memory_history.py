@@ -32,8 +32,7 @@ class Torch:
     (True, False, []),
 ])  # fmt: skip
 def test_the_history_ends_without_raising(tmp_path, monkeypatch, running, with_stack, calls):
-    asked = Torch(monkeypatch, running)
-    ranges = Ranges()
+    asked, ranges = Torch(monkeypatch, running), Ranges()
     recording = Recording(tmp_path, "rank0", None, ProfilerConfig(with_stack=with_stack), Accelerator("cuda"), ranges)
     profiler = SimpleNamespace(current_action=torch.profiler.ProfilerAction.RECORD)
     recording.drive(cast(torch.profiler.profile, profiler), lambda: None)

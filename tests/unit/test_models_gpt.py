@@ -136,8 +136,7 @@ def test_norm_formula(config):
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_norm_statistics_are_taken_in_fp32(norm, dtype):
     """1000² is beyond fp16's range, and a sum of 4096 numbers beyond bf16's 8 bits: only the output may be rounded."""
-    config = ModelConfig(n_embd=4096, norm=norm)
-    x = (torch.randn(4, 4096) * 1000 + 300).to(dtype)
+    config, x = ModelConfig(n_embd=4096, norm=norm), (torch.randn(4, 4096) * 1000 + 300).to(dtype)
     exact = make_norm(config).double()(x.double())
     ours = make_norm(config).to(dtype)(x)
     assert ours.dtype == dtype
@@ -203,8 +202,7 @@ def test_attention_formula(config, kv_heads):
 
 
 def test_mlp_formulas():
-    x = torch.randn(5, 16)
-    gelu = MLP(GPT2)
+    x, gelu = torch.randn(5, 16), MLP(GPT2)
     hidden = F.linear(x, gelu.up.weight, gelu.up.bias)
     hidden = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
     torch.testing.assert_close(gelu(x), F.linear(hidden, gelu.down.weight, gelu.down.bias))

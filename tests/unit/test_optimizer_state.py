@@ -15,8 +15,7 @@ class Drifting(optim.Optimizer):
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1, "count": [0]})
-        self.steps = 0
-        self.made = []
+        self.steps, self.made = 0, []
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -21,8 +21,7 @@ class Custom(optim.Optimizer):
 
     def __init__(self, params, lr=0.1, **settings):
         super().__init__(params, {"lr": lr, "count": [0], **settings})
-        self.steps = 0
-        self.log = []
+        self.steps, self.log = 0, []
         self.offset = torch.zeros(1)
         self.library = types  # a module cannot be copied
         self.me = self
@@ -181,8 +180,7 @@ class TestNoTrace:
         state = {
             p: {k: v.clone() if torch.is_tensor(v) else v for k, v in s.items()} for p, s in optimizer.state.items()
         }
-        values = [w.detach().clone() for w in weights]
-        random_state = torch.get_rng_state()
+        values, random_state = [w.detach().clone() for w in weights], torch.get_rng_state()
 
         try:
             check_elementwise(optimizer)

@@ -182,8 +182,7 @@ def test_4_and_8_times_are_limits():
 
 
 def test_of_four_values_stages_save_2_and_4_times():
-    fp32 = {"compute": 4, "wire": 4}
-    most = 1 << 20
+    fp32, most = {"compute": 4, "wire": 4}, 1 << 20
     share = {stage: sizes(stage, **fp32, accumulation=4 if stage == 2 else 0) for stage in (0, 1, 2)}
     left = [sum(predicted_memory(Elements(most), most, given).values()) / most for given in share.values()]
     assert [round(left[0] / each) for each in left] == [1, 2, 4]
