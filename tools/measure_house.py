@@ -28,7 +28,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1670, 1150),
     "deepzero/comm": (4339, 2720),
     "deepzero/runtime": (4367, 3050),
-    "deepzero/runtime/zero": (5924, 4550),
+    "deepzero/runtime/zero": (5925, 4550),
     "deepzero/offload": (3594, 2500),
     "deepzero/checkpoint": (3646, 2610),
     "deepzero/launch": (695, 650),
@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (520, 400),
     "deepzero/training": (1004, 380),
     "deepzero/compat": (3376, 1200),
-    "deepzero": (38_017, 23_500),
+    "deepzero": (38_018, 23_500),
     "tools": (6007, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_007, 17_000),
+    "tests": (31_999, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -54,13 +54,6 @@ def test_the_same_bits_on_four_ranks_then_two_then_one_then_four(tiny, tmp_path,
     same_bits(whole / "run", parts / "run")
 
 
-@pytest.mark.slow
-def test_one_rank_of_several_cores_keeps_the_promise(tiny, tmp_path):
-    """The environment and the cores would give it more threads."""
-    done = runs.train(*tiny, *COMMON, *BITS, "train.steps=1", "launch.nproc=1", cwd=tmp_path, OMP_NUM_THREADS="2")
-    assert (done.status, done.err) == (0, "") and PROMISED in done.out
-
-
 @pytest.mark.exhaustive
 def test_a_batch_that_is_cut_otherwise_is_said_and_refused(tiny, tmp_path):
     common = [*tiny, *COMMON, "train_batch_size=12"]

@@ -45,7 +45,7 @@ def test_standard_output_on_a_full_disk(tiny, tmp_path):
     assert runs.summary(tmp_path / "run")["status"] == "finished"
 
 
-@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_help_on_a_full_disk(alone, tmp_path):
     words = [sys.executable, runs.TRAIN, "--help"]
     done = on_full_disk(words, tmp_path) if alone else runs.refused("--help", cwd=tmp_path, out="/dev/full")

@@ -1,9 +1,9 @@
 """The same command again goes on where the run was stopped, and ends with the bits of a run that never stopped."""
 
 import os
+import re
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +17,7 @@ STEPS = 70
 LONG = [
     f"train.steps={STEPS}", "train.eval_every=40", "train.save_every=6", "gradient_accumulation_steps=3",
     "model.dropout=0.1", "train.sample_tokens=0", "train.log_every=50", "hydra.run.dir=run",
+    "optimizer.betas=[0.9, 0.95]",  # quoted where a command is said
 ]  # fmt: skip
 """Some seconds; dropout and the order of the data show whether generators and sampler go on."""
 STAGE_2 = ["zero.stage=2", "precision=bf16"]
@@ -69,24 +70,50 @@ def stop_with_sigterm(command_line, cwd):
     return done, step
 
 
+def interrupt(command, run_dir, send, number):
+    """A signal some steps later, and all that is told of it; returns the end, its step, and what stderr began with."""
+    far_enough(run_dir, runs.steps_taken(run_dir) + 5)
+    send(command.process.pid, number)
+    done, step, summary = command.wait(40), runs.steps_taken(run_dir), runs.summary(run_dir)
+    *before, stopped, way_on = done.err.splitlines()
+    assert stopped == f"stopped by {number.name}; what there is lies in {run_dir}"
+    assert way_on.startswith(f"saved after step {step}; to go on: ") and step < STEPS
+    assert f"stopped after step {step}; saved\n" in done.out
+    assert (summary["status"], summary["error"], summary["steps"]) == ("stopped", f"stopped by {number.name}", step)
+    report = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert f"The run did not finish: stopped by {number.name}." in report
+    assert f"step_{step:08d}" in checkpoints(run_dir) and len(checkpoints(run_dir)) == 2
+    return done, step, before
+
+
 @pytest.mark.slow
-def test_sigterm_saves_and_the_same_command_goes_on(reference, tiny, tmp_path):
-    arguments = [*tiny, *LONG, *STAGE_2]
-    done, step = stop_with_sigterm(training(*arguments), tmp_path)
-    assert done.status == 143
-    stopped, way_on = done.err.splitlines()
-    assert stopped == f"stopped by SIGTERM; what there is lies in {tmp_path / 'run'}"
-    assert way_on.endswith(f" hydra.run.dir={tmp_path / 'run'}")
-    summary = runs.summary(tmp_path / "run")
-    assert (summary["status"], summary["error"], summary["steps"]) == ("stopped", "stopped by SIGTERM", step)
-    report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert "The run did not finish: stopped by SIGTERM." in report
-    done = runs.train(*arguments, cwd=tmp_path)
-    assert (done.status, done.err) == (0, "")
-    assert f"going on after step {step}" in done.out
-    assert runs.summary(tmp_path / "run")["resumed_from_step"] == step
-    assert f"going on after step {step}" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert runs.trajectory(tmp_path / "run") == runs.trajectory(reference(*STAGE_2))
+@pytest.mark.timeout(300)
+def test_killed_stopped_and_interrupted_a_run_keeps_its_bits(reference, tiny, tmp_path):
+    """A killed rank is started again; SIGTERM, and the same command goes on; Ctrl-C, and the one that is said does."""
+    elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "my (first) run"
+    elsewhere.mkdir()
+    command_line = training(*tiny, *LONG, *STAGE_2, "launch.max_restarts=2", f"hydra.run.dir='{run_dir}'")
+    with runs.started(command_line, tmp_path, PATH="/usr/bin:/bin") as command:  # another Python's, or none's
+        far_enough(run_dir, 15)
+        first = command.ranks()
+        os.kill(first[1], signal.SIGKILL)
+        runs.wait_until(lambda: not set(first) & set(command.processes()), "the other rank's end", SOON)
+        done, saved, (killed,) = interrupt(command, run_dir, os.kill, signal.SIGTERM)
+    assert killed.startswith("rank 1 was killed by signal 9 (SIGKILL)") and killed.endswith("; restart 1 of 2")
+    (restarted,) = re.findall(r"going on after step (\d+)", done.out)
+    assert done.status == 143 and int(restarted) in range(6, 60, 6)
+    with runs.started(command_line, tmp_path, PATH="/usr/bin:/bin") as command:
+        done, step, before = interrupt(command, run_dir, os.killpg, signal.SIGINT)
+    assert (done.status, before) == (130, []) and f"going on after step {saved}" in done.out
+    again = done.err.partition("; to go on: ")[2]
+    done = runs.finished(["bash", "-c", f"exec {again}"], elsewhere)  # to the letter, and from anywhere
+    assert (done.status, done.err, list(elsewhere.iterdir())) == (0, "", [])
+    assert f"going on after step {step}" in done.out and runs.summary(run_dir)["resumed_from_step"] == step
+    assert f"going on after step {step}" in (run_dir / "report.html").read_text(encoding="utf-8")
+    last = done.out.splitlines()[-1]
+    assert last.startswith(f"saved after step {STEPS}; to go on to more steps: ")
+    assert f" train.steps={2 * STEPS} " in last
+    assert runs.trajectory(run_dir) == runs.trajectory(reference(*STAGE_2))
 
 
 @pytest.mark.exhaustive
@@ -112,23 +139,6 @@ def test_sigterm_to_torchrun(reference, tiny, tmp_path):
     assert done.status == 0, done.err
     assert f"going on after step {step}" in done.out
     assert runs.trajectory(tmp_path / "run") == runs.trajectory(reference(*STAGE_2))
-
-
-@pytest.mark.slow
-def test_a_killed_rank_is_started_again(reference, tiny, tmp_path):
-    run_dir = tmp_path / "run"
-    with runs.started(training(*tiny, *LONG, *STAGE_2, "launch.max_restarts=2"), tmp_path) as command:
-        far_enough(run_dir, 15)
-        first = command.ranks()
-        os.kill(first[1], signal.SIGKILL)
-        began = time.monotonic()
-        runs.wait_until(lambda: not set(first) & set(command.processes()), "the other rank's end", SOON)
-        print(f"the other rank ended {time.monotonic() - began:.1f} s after the kill")
-        done = command.wait()
-    assert (done.status, done.err.count("\n"), done.out.count("going on after step")) == (0, 1, 1), done.err
-    assert done.err.startswith("rank 1 was killed by signal 9 (SIGKILL)") and done.err.endswith("; restart 1 of 2\n")
-    assert runs.summary(run_dir)["resumed_from_step"] in range(6, 60, 6)
-    assert runs.trajectory(run_dir) == runs.trajectory(reference(*STAGE_2))
 
 
 @pytest.mark.exhaustive

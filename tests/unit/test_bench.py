@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -474,14 +474,26 @@ def test_a_link_carries_one_launch_after_the_other(monkeypatch):
     ids=["throttled", "beside a simulation", "between nodes"],
 )  # fmt: skip
 def test_a_quick_run_over_links(words, rows, tmp_path):
-    if rows[0].startswith("deepzero2 gather") and (problem := links.refusal()):
-        pytest.skip(f"throttling a link takes root, unshare and tc: {problem}")
-    page = tmp_path / "page.md"
-    command = [sys.executable, "-m", "tools.bench.links", "--quick", "--rounds", "1", "--steps", "2", *words]
-    done = subprocess.run([*command, "--page", page], capture_output=True, text=True, timeout=110)
+    page, command = tmp_path / "page.md", [sys.executable, "-m", "tools.bench.links", "--quick", *words]
+    if rows[0].startswith("deepzero2 gather"):
+        if problem := links.refusal():
+            pytest.skip(f"throttling a link takes root, unshare and tc: {problem}")
+        command += ["--cluster", tmp_path / "here.json"]  # in place of a probe
+        command[-1].write_text(json.dumps(asdict(find_cluster("azure_nc24r"))))
+    command += ["--rounds", "1", "--steps", "2", "--page", page]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     lines = [line.split("|")[1:3] for line in page.read_text().splitlines() if line.startswith("| ")][1:]
     assert [" ".join(cell.strip() for cell in line) for line in lines] == rows
+
+
+def test_links_without_a_cluster_probe_for_one(monkeypatch):
+    started = []
+    monkeypatch.setattr(links, "launch", lambda *program, **_: started.append(program))
+    monkeypatch.setattr(links.subprocess, "run", lambda *_, env: SimpleNamespace(returncode=env[links.INSIDE]))
+    probed = links._start_again([], None, 2, throttled=False)
+    assert started == [(links.PROBE, "probe_to_file", (probed, "bfloat16"))]
+    assert links._start_again([], Path("here.json"), 2, throttled=False) == "here.json" and len(started) == 1
 
 
 # ---- benchmarks of one thing -----------------------------------------------------------------------------------------

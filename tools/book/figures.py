@@ -519,34 +519,34 @@ def fetch_timeline() -> Canvas:
     ))  # fmt: skip
 
 
-def program(stage: int, path: str) -> None:
-    """One rank of a real run: three steps of the default model; rank 0 writes the last one's events into a file."""
+def program(folder: str) -> None:
+    """One rank of two real runs, three steps each of the default model; rank 0 writes the last step's events."""
     process_group.init_distributed("gloo", timeout_seconds=120)
-    run = with_fallback_batch(compose([f"zero.stage={stage}"]))
-    engine, *_ = deepzero.initialize(model=build_model(run), config=run.engine, total_steps=3)
-    ids, ledger = torch.zeros(engine.batch.micro_batch, run.model.block_size, dtype=torch.long), engine.ledger
-    ledger.trace = True
-    for _ in range(3):
-        ledger.events.clear()
-        engine.backward(engine(ids, ids))
-        engine.step()
-    memory = engine.report()["memory"].items()
-    held = {name: entry["measured"] for name, entry in memory if entry["predicted"] is not None}
-    events = [(e.what, e.kind, e.where, e.sent.elements if e.sent else 0) for e in ledger.events]
-    if engine.global_rank == 0:
-        Path(path).write_text(json.dumps({"held": held, "events": events}), encoding="utf-8")
+    for stage in (2, 3):
+        run = with_fallback_batch(compose([f"zero.stage={stage}"]))
+        engine, *_ = deepzero.initialize(model=build_model(run), config=run.engine, total_steps=3)
+        ids, ledger = torch.zeros(engine.batch.micro_batch, run.model.block_size, dtype=torch.long), engine.ledger
+        ledger.trace = True
+        for _ in range(3):
+            ledger.events.clear()
+            engine.backward(engine(ids, ids))
+            engine.step()
+        memory = engine.report()["memory"].items()
+        held = {name: entry["measured"] for name, entry in memory if entry["predicted"] is not None}
+        events = [(e.what, e.kind, e.where, e.sent.elements if e.sent else 0) for e in ledger.events]
+        if engine.global_rank == 0:
+            Path(folder, f"{stage}.json").write_text(json.dumps({"held": held, "events": events}), encoding="utf-8")
+        engine.destroy()
     process_group.shutdown()
 
 
 def gathered_memory() -> Canvas:
     """Two real runs: what of the parameters a rank holds over a step of stage 3, and of stage 2."""
-    canvas, runs, itemsize = Canvas("Parameters on one rank over a step, two real runs"), [], 2
+    canvas, itemsize = Canvas("Parameters on one rank over a step, two real runs"), 2
     environment = {"DEEPZERO_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     with TemporaryDirectory() as folder:
-        for stage in (2, 3):
-            path = Path(folder) / f"{stage}.json"
-            launch(__file__, "program", (stage, str(path)), nproc=2, environment=environment)
-            runs.append(json.loads(path.read_text(encoding="utf-8")))
+        launch(__file__, "program", (folder,), nproc=2, environment=environment)
+        runs = [json.loads(Path(folder, f"{stage}.json").read_text(encoding="utf-8")) for stage in (2, 3)]
     (whole, shard), gathered, sizes_of = (run["held"]["parameters"] for run in runs), [0], dict[str, int]()
     totals = [sum(run["held"].values()) for run in runs]
     marks: dict[str, int] = {}
