@@ -396,9 +396,8 @@ class PartitionedParameterCoordinator:
     def count_live(self, key: int, where: str) -> None:
         """A bucket is on its way, or here: it counts until it is released."""
         self.live_numel += self.numels[key]
-        if (
-            self.live_numel > self.limits.live_numel >= self.max_live_numel and self.comm.rank == 0
-        ):  # for the first time
+        # More than the limit, and never before.
+        if self.live_numel > self.limits.live_numel >= self.max_live_numel and self.comm.rank == 0:
             log.warning(
                 "%s needs %d gathered elements at once, more than stage3_max_live_parameters=%d (said once)",
                 where, self.live_numel, self.limits.live_numel,
