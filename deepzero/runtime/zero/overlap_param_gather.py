@@ -304,10 +304,9 @@ class OverlappedZeroStage3(ZeroStage3):
         coordinator: PartitionedParameterCoordinator,
     ) -> None:
         super().__init__(model, gradients, groups, coordinator)
-        # Fetched under the step, in this order; what of it is still to come; what has the new values before it is over.
+        # Fetched under the step, in this order; what of it is still to come.
         self._first: list[PartitionedBucket] = []
         self._to_fetch: list[PartitionedBucket] = []
-        self._updated: set[PartitionedBucket] = set()
         # What was launched, until the first use; and the versions of its groups' shards when the step had ended, until
         # it is released.
         self._ahead: list[PartitionedBucket] = []
@@ -361,10 +360,6 @@ class OverlappedZeroStage3(ZeroStage3):
             self._ahead.append(bucket)
             with _CHANGES:
                 UNDER_WAY.add(self)
-
-    def _cast(self, group: PartitionedParamGroup, bucket: PartitionedBucket) -> None:
-        if bucket not in self._updated:
-            super()._cast(group, bucket)
 
     def publish(self) -> None:
         """6: what was fetched ahead has been cast; from here on it has to be as it was sent."""

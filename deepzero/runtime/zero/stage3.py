@@ -295,6 +295,17 @@ class PartitionedParamGroup(ParamGroup):
             bucket.gather.secondary_shard = None
 
 
+def mark_persistent(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
+    """Give parameters that stay whole DeepSpeed's attributes: ``ds_id``, ``ds_status`` and the like."""
+    slots = {p: (g, s) for g in groups for p, s in zip(g.params, g.layout.slots, strict=True)}
+    for name, param in model.named_parameters():
+        if type(param) is nn.Parameter and param.numel():
+            record = ParamRecord(param, name)
+            record.group, record.slot = slots.get(param, (None, None))
+            param.__class__ = PersistentParameter
+            param._zero = record  # type: ignore[attr-defined]
+
+
 # ---- 1 to 6 ----------------------------------------------------------------------------------------------------------
 
 
@@ -318,22 +329,16 @@ class ZeroStage3(ZeroStage1And2):
         partitioned = [group for group in groups if isinstance(group, PartitionedParamGroup)]
         self.partitioned = [group for group in partitioned if group.optimizer_group is not None]
         self.frozen = [group for group in partitioned if group.optimizer_group is None]
-        self._mark_persistent()
+        # Buckets whose shards have this step's values already: ``overlap_param_gather.py`` casts some of them earlier.
+        self._updated: set[PartitionedBucket] = set()
+        mark_persistent(model, self.groups)
         gradients.on_launched = self._launched
         self._last_micro_batch = False
-        # 1 fetch, 2 release: the hooks call the coordinator.
-        self.hooks = ModuleHooks(model, self.coordinator, self._leaf_done)
+        # 1 fetch, 2 release: the hooks call the coordinator. A leaf module's backward pass is over when its input has a
+        # gradient: experts without tokens get none any more.
+        leaf_done = lambda params: gradients.leaf_grads_complete(params, self._last_micro_batch)
+        self.hooks = ModuleHooks(model, self.coordinator, leaf_done)
         gradients.leaf_params = self.hooks.leaf_params
-
-    def _mark_persistent(self) -> None:
-        """Give parameters that stay whole DeepSpeed's attributes: ``ds_id``, ``ds_status`` and the like."""
-        slots = {p: (g, s) for g in self.groups for p, s in zip(g.params, g.layout.slots, strict=True)}
-        for name, param in self._model.named_parameters():
-            if type(param) is nn.Parameter and param.numel():
-                record = ParamRecord(param, name)
-                record.group, record.slot = slots.get(param, (None, None))
-                param.__class__ = PersistentParameter
-                param._zero = record  # type: ignore[attr-defined]
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
@@ -355,10 +360,6 @@ class ZeroStage3(ZeroStage1And2):
         # This bucket's gradients are complete: a plan that is recorded now may release it from here on.
         if (partitioned := self._partitioned(group, bucket)) is not None:
             self.coordinator.training.completed(partitioned.key)
-
-    def _leaf_done(self, params: Sequence[nn.Parameter]) -> None:
-        # A leaf module's backward pass is over: experts without tokens get no gradient any more.
-        self.gradients.leaf_grads_complete(params, self._last_micro_batch)
 
     def backward_end(self, last_micro_batch: bool) -> None:
         """End a backward pass."""
@@ -399,13 +400,10 @@ class ZeroStage3(ZeroStage1And2):
         for group in self.partitioned:
             for bucket in group.buckets:
                 # Where the CPU steps, its kernel has written the cast parameters, and ``uploaded`` has counted them.
-                if not group.placement.steps_on_host(bucket.layout):
-                    self._cast(group, bucket)
+                if not group.placement.steps_on_host(bucket.layout) and bucket not in self._updated:
+                    group.cast_masters(bucket)
         send_to_replicas([bucket for group in self.partitioned for bucket in group.buckets])
         self.wait_all_gathers()
-
-    def _cast(self, group: PartitionedParamGroup, bucket: PartitionedBucket) -> None:
-        group.cast_masters(bucket)  # a method, as ``overlap_param_gather.py`` casts some of them earlier
 
     # ---- between steps -----------------------------------------------------------------------------------------------
 

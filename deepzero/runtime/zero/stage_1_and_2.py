@@ -183,6 +183,14 @@ class ParamGroup:
     @torch.no_grad()
     def _keep_fragments(self) -> None:
         """Parameter by parameter, keep this rank's fragment of rank 0's values, in the masters and in its dtype."""
+
+        def into_master(fragment: Fragment, values: torch.Tensor) -> torch.Tensor:
+            """Copy into the fragment's master, and return it; the values themselves where it has none, so far."""
+            # As they were *before* the cast; DeepSpeed makes masters from cast ones, and throws the lower bits of an
+            # initialisation away.
+            master = self.separate_masters(fragment.shard_start, fragment.numel)
+            return values if master is None else master.copy_(values)
+
         # Where the model is on the device, what it takes there has to be free before ours is taken; else the fragments
         # go to their places at once.
         waiting: dict[int, torch.Tensor] | None = {} if lies_on(self.params, self.device) else None
@@ -198,7 +206,7 @@ class ParamGroup:
                 fragment = self.fragments[number]
                 part = values[fragment.start : fragment.start + fragment.numel]
                 # Host memory is there already, and is none of the device's: such a master is final at once.
-                kept = self._into_master(fragment, part)
+                kept = into_master(fragment, part)
                 if waiting is None:
                     self.param_fragment(fragment).copy_(part)
                 else:  # not a view, which would keep the whole parameter's memory
@@ -211,7 +219,7 @@ class ParamGroup:
         for number, part in waiting.items():
             fragment = self.fragments[number]
             if fragment.shard_start not in self.placement.host_masters:
-                waiting[number] = self._into_master(fragment, part)
+                waiting[number] = into_master(fragment, part)
         self._allocate_params()
         for number in list(waiting):  # one by one, so that a fragment is held twice only while it is copied
             self.param_fragment(self.fragments[number]).copy_(waiting.pop(number))
@@ -226,13 +234,6 @@ class ParamGroup:
             # Zeros: padding is stepped on by nobody, and cast and sent with the rest.
             numel = len(self.placement.device_masters)
             self.masters_on_device = torch.zeros(numel, dtype=torch.float32, device=self.device)
-
-    def _into_master(self, fragment: Fragment, values: torch.Tensor) -> torch.Tensor:
-        """Copy into the fragment's master, and return it; the values themselves where it has none, so far."""
-        # As they were *before* the cast; DeepSpeed makes masters from cast ones, and throws the lower bits of an
-        # initialisation away.
-        master = self.separate_masters(fragment.shard_start, fragment.numel)
-        return values if master is None else master.copy_(values)
 
     def _allocate_params(self) -> None:
         # Zeros: padding travels with the parameters, and must not be a NaN that was there before.
