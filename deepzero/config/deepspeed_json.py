@@ -329,8 +329,7 @@ def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
         _say("zero_optimization=true or false is DeepSpeed's first format, of stage 1 alone; write an object")
         size = given.get("allgather_size")
         return {"stage": 1, **_chosen({"allgather_bucket_size": size})} if given["zero_optimization"] else {}
-    zero = _block(given, "zero_optimization")
-    pin = "cpu_offload_use_pin_memory"
+    zero, pin = _block(given, "zero_optimization"), "cpu_offload_use_pin_memory"
     pinned = convert(bool | None, zero.pop(pin, None), f"zero_optimization.{pin}")
     for older, name in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if older in zero and convert(bool, zero.pop(older), f"zero_optimization.{older}"):

@@ -145,6 +145,7 @@ class TrainConfig(Section):
     def _check(self) -> None:
         ok = self.init_from is None or self.resume in (None, "auto")
         self.need(ok, "init_from", f"train.resume={self.resume} loads the weights; leave one out")
+        self.need(self.resume != "", "resume", "name a run folder or a checkpoint, or write auto or null")
         self.need(self.sample_temperature > 0, "sample_temperature", "must be positive")
 
 

@@ -45,8 +45,10 @@ def take(run_dir: Path) -> None:
     """Take the right to write in the run folder, for one process, which has it until it ends.
 
     Raises:
-        ConfigError: another run has it, or nothing can be written there.
+        ConfigError: another run has it, nothing can be written there, or it is where a run keeps its checkpoints.
     """
+    if complete_tags(run_dir) or checkpoint_dir.is_complete(run_dir):
+        raise ConfigError(f"hydra.run.dir={run_dir} holds checkpoints: name their run's folder, above it, or another")
     try:
         checkpoint_dir.acquire(run_dir)
     except CheckpointError as error:
@@ -115,11 +117,9 @@ def without_calls(text: str) -> str:
     return re.sub(r";(?: or)? load_\w+=(?:True|False)[^;]*", "", text)
 
 
-def way_out(beside: Path | None) -> str:
-    """What resumes instead of a damaged checkpoint, to stand behind what is wrong with it."""
-    if beside is None:
-        return ""
-    return f"; {said_complete(beside)}: the same command with train.resume={beside} goes on from there"
+def way_out(beside: Path | None, key: str = "train.resume") -> str:
+    """What goes instead of a damaged checkpoint, to stand behind what is wrong with it."""
+    return f"; {said_complete(beside)}: the same command with {key}={beside} goes on from there" if beside else ""
 
 
 def manifest_of(path: Path, total_steps: int) -> Manifest:
@@ -225,13 +225,13 @@ def load_start(
         elif run.train.init_from is not None:
             engine.load_checkpoint(run.train.init_from, load_module_only=True)
     except CheckpointError as error:  # the message says it all, and another attempt would read the same files
-        advice = ""
+        advice, key = "", "train.init_from" if path is None else "train.resume"
         if isinstance(error, OtherModel):
             advice = "; set model.* as it was when that was saved"
         elif path is not None:
             elsewhere = " hydra.run.dir=ANOTHER" if path.parent == run_dir / RUN_CHECKPOINTS else ""
             advice = f"; train.resume=null train.init_from={path}{elsewhere} takes the weights alone"
-        raise ConfigError(without_calls(error.text) + (way_out(error.beside) or advice)) from None
+        raise ConfigError(without_calls(error.text) + (way_out(error.beside, key) or advice)) from None
     if engine.global_rank == 0:  # not before: a run that is refused removes nothing
         try:
             if path is not None and path.parent == run_dir / RUN_CHECKPOINTS and not path.name.startswith("."):

@@ -67,6 +67,7 @@ VALUES = [
     (["comm.world_size_invariant=true", "grad_accum_dtype=bf16"], ["bits depend", "set grad_accum_dtype=fp32"]),
     (["launch.device=tpu"], ["launch.device='tpu'", "cpu"]),
     (["train.steps=0"], ["train.steps=0"]),
+    (["train.resume="], ["train.resume=''", "auto or null"]),
     (["train.steps=1.5"], ["train.steps=1.5", "integer"]),
     (["train_batch_size=7"], ["train_batch_size=7", "6 or 8"]),
     (["train_batch_size=12", "train_micro_batch_size_per_gpu=4"], ["train_batch_size=12", "8 or 16"]),

@@ -35,6 +35,7 @@ REFUSED = {
     "train.resume=null": "train.resume=null, and {run}/checkpoints holds checkpoints of an earlier run (step_",
     "launch.nproc=5": "the checkpoint was trained with train_batch_size=12, which 5 ranks cannot share evenly",
     "train.steps=3": "train.steps=3: {run}/checkpoints/step_00000010 was saved after step 10",
+    "hydra.run.dir={run}/checkpoints": "hydra.run.dir={run}/checkpoints holds checkpoints: name their run's folder",
     "train.resume=nowhere hydra.run.dir=new": "train.resume=nowhere: nowhere is not a folder",
     "train.init_from=nowhere hydra.run.dir=new": "train.init_from=nowhere: no such file or folder",
 }
@@ -44,7 +45,8 @@ def test_refused_before_anything_is_started(sweep, tiny):
     run_dir = sweep[0] / "2"
     before = contents(run_dir)
     for overrides, said in REFUSED.items():
-        done = runs.refused(*tiny, f"hydra.run.dir={run_dir}", *overrides.split(), cwd=run_dir.parent)
+        words = [f"hydra.run.dir={run_dir}", *overrides.format(run=run_dir).split()]
+        done = runs.refused(*tiny, *words, cwd=run_dir.parent)
         assert (done.status, done.out, done.err.count("\n")) == (2, "", 1), done.err
         assert done.err.startswith(said.format(run=run_dir))
     assert contents(run_dir) == before

@@ -134,8 +134,7 @@ def test_tokens_are_the_same_every_time_and_ranks_read_disjoint_ones():
 def test_peers_master_optimizer_is_adamw_on_fp32_masters():
     torch.manual_seed(0)
     low = torch.nn.Parameter(torch.randn(7, 5).bfloat16())
-    reference = low.detach().float().requires_grad_()
-    ours = MasterAdamW([low], lr=0.1, weight_decay=0.1)
+    reference, ours = low.detach().float().requires_grad_(), MasterAdamW([low], lr=0.1, weight_decay=0.1)
     theirs = torch.optim.AdamW([reference], lr=0.1, weight_decay=0.1, fused=True)
     for _ in range(3):
         low.grad = torch.randn_like(low)

@@ -63,8 +63,7 @@ def test_the_formula_is_adamw():
 def test_the_ring_is_quoted():
     """As it is told of a simulation, whose hops are those of real ranks: ``tests/distributed/test_ring.py``."""
     tensors = [ring.gradients(rank) for rank in range(4)]
-    hops = simulate(tensors)
-    results = [tensor.tolist() for tensor in tensors]
+    hops, results = simulate(tensors), [tensor.tolist() for tensor in tensors]
     printed = [*ring.tell(hops, 4, 8), "", *ring.check(hops, results, results[0], 8), *tables.four()]
     assert [stands_in(block, printed) for block in quoted("data_parallelism.md")] == [True] * 5
 

@@ -94,8 +94,7 @@ def test_memory_in_use(device):
 def test_attention_is_one_kernel_while_that_lasts():
     original = F.scaled_dot_product_attention
     with fused_attention(), WorkMeter() as meter:
-        q = torch.empty(1, 4, 512, 32, device="meta")
-        kv = torch.empty(1, 2, 512, 32, device="meta")
+        q, kv = torch.empty(1, 4, 512, 32, device="meta"), torch.empty(1, 2, 512, 32, device="meta")
         output = F.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True)
         real = F.scaled_dot_product_attention(*[torch.ones(1, 1, 4, 8)] * 3)
     assert output.shape == q.shape and real.shape == (1, 1, 4, 8)
