@@ -40,6 +40,7 @@ TORCH_ALONE = ("amsgrad", "maximize", "foreach", "capturable", "differentiable",
 """Arguments of torch's Adam that CPUAdam has not: who gives one of them means torch's."""
 
 NOT_HERE = {
+    "fusedadam": "is a class of DeepSpeed's, and no name in its config either; Adam has torch's fused kernel",
     "lamb": "is not in torch; name a class of yours by its dotted path, with per_tensor=true, as it needs whole layers",
     "lion": "is not in torch; name an elementwise class of yours by its dotted path, for example lion_pytorch.Lion",
     "muadam": "needs the package mup; name its class by its dotted path, mup.MuAdam",
