@@ -263,16 +263,16 @@ class Watchdog(GroupObserver):
 class NcclWatchdog(GroupObserver):
     """The flight recorder and a thread that prints, where NCCL does the waiting: it breaks nothing off.
 
-    NCCL's waits hold up the GPU and not the CPU, and its own watchdog ends the process at the time-out of the process
-    group. A little earlier (nine tenths of it) each rank prints where it is, also one that has nothing to launch for so
-    long; it is one line. Tried with a made-up clock; it has not run on several GPUs.
+    NCCL's waits hold up the GPU and not the CPU, and its own watchdog ends the process at the process group's time-out.
+    At nine tenths of it each rank, launching or not, prints one line: where it is. It has not run on several GPUs.
     """
 
     def __init__(self, board: StoreMailbox, timeout_seconds: float) -> None:
         super().__init__()
         self._seconds = 0.9 * timeout_seconds
         self._roll_call = RollCall(board, self.trail, threading.get_ident(), host_waits=False)
-        self._stop, self._thread = threading.Event(), start_thread(self._run, "deepzero-divergence")
+        self._stop = threading.Event()  # before the thread, which asks for it at once
+        self._thread = start_thread(self._run, "deepzero-divergence")
 
     def leave(self, reason: str) -> None:
         """Stop watching. The others hear of it from NCCL."""
