@@ -60,6 +60,8 @@ def read_foreign(path: Path, tag: str | None, model: EngineState, weights: bool)
     """
     if not is_foreign(path, tag):
         return None
+    if path.is_file() and (path.parent / COMMIT).exists():
+        raise CheckpointError(f"{path} is one rank's part of a checkpoint; give its folder, {path.parent}")
     if not weights:
         raise CheckpointError(
             f"{path} holds plain safetensors: weights, without the state of an optimizer; load_module_only=True "

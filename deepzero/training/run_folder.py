@@ -131,7 +131,8 @@ def manifest_of(path: Path, total_steps: int) -> Manifest:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        raise ConfigError(f"{error}{way_out(complete_beside(path.parent, path.name))}") from None
+        other = way_out(complete_beside(path.parent, path.name)) or "; no other is whole: choose another hydra.run.dir"
+        raise ConfigError(f"{error}{other}") from None
     if (taken := manifest.counters["global_steps"]) > total_steps:
         raise ConfigError(f"train.steps={total_steps}: {path} was saved after step {taken}; name at least as many")
     return manifest
@@ -186,9 +187,8 @@ def at_its_start(run: RunConfig, run_dir: Path, world_size: int) -> RunConfig:
     if path is not None:
         manifest = manifest_of(path, run.train.steps)
         engine = keep_global_batch(run.engine, manifest, world_size)
-        if engine.comm.world_size_invariant and (
-            other := manifest.other_micro_batch(resolve_batch(engine, world_size).micro_batch)
-        ):
+        other = manifest.other_micro_batch(resolve_batch(engine, world_size).micro_batch)
+        if other and engine.comm.world_size_invariant:
             raise ConfigError(f"comm.world_size_invariant=true, but {other}; start a number of ranks that divides them")
         return dataclasses.replace(run, engine=engine)
     if run.train.init_from is not None and not Path(run.train.init_from).expanduser().exists():
@@ -225,12 +225,12 @@ def load_start(
         elif run.train.init_from is not None:
             engine.load_checkpoint(run.train.init_from, load_module_only=True)
     except CheckpointError as error:  # the message says it all, and another attempt would read the same files
-        advice, key = "", "train.init_from" if path is None else "train.resume"
-        if isinstance(error, OtherModel):
-            advice = "; set model.* as it was when that was saved"
-        elif path is not None:
+        key, other = "train.init_from" if path is None else "train.resume", isinstance(error, OtherModel)
+        advice = "; set model.* as it was when that was saved" if other else ""
+        if path is not None and not other:
+            whole = ", where they are whole" if "damaged" in error.text else ""
             elsewhere = " hydra.run.dir=ANOTHER" if path.parent == run_dir / RUN_CHECKPOINTS else ""
-            advice = f"; train.resume=null train.init_from={path}{elsewhere} takes the weights alone"
+            advice = f"; train.resume=null train.init_from={path}{elsewhere} takes the weights alone{whole}"
         raise ConfigError(without_calls(error.text) + (way_out(error.beside, key) or advice)) from None
     if engine.global_rank == 0:  # not before: a run that is refused removes nothing
         try:

@@ -149,6 +149,9 @@ def test_without_load_module_only(rank, world, tmp_path):
     write(tmp_path / str(rank), source())
     engine, path = deepzero.initialize(model=make_model(), config=config(stage=1))[0], tmp_path / "0"
     assert "holds plain safetensors: weights, without the state of an optimizer" in said(engine.load_checkpoint, path)
+    (path / "COMMIT").touch()
+    part = said(engine.load_checkpoint, path / "model.safetensors")
+    assert f"is one rank's part of a checkpoint; give its folder, {path}" in part
 
 
 def with_header(raw, change):

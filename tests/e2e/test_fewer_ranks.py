@@ -143,8 +143,7 @@ def test_a_host_is_lost_and_the_other_one_goes_on_alone(tiny, tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_host_joins_a_running_job(tiny, tmp_path):
-    steps = 400
-    own = [a for a in COMMON if not a.startswith("hydra.run.dir")]
+    steps, own = 400, [a for a in COMMON if not a.startswith("hydra.run.dir")]
     arguments = [*tiny, *own, f"train.steps={steps}", "train.save_every=10000", "gradient_accumulation_steps=12"]
     port = free_port()
     # torch 2.13's agents do not find each other in a store that was shared in an earlier round.

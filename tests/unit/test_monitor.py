@@ -219,8 +219,7 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
 
 
 def test_peak_memory_is_at_least_what_was_touched():
-    before = peak_rss_bytes()
-    block = bytearray(b"\1") * 30_000_000
+    before, block = peak_rss_bytes(), bytearray(b"\1") * 30_000_000
     assert peak_rss_bytes() >= len(block)
     assert peak_rss_bytes() >= before
 

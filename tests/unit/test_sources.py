@@ -213,8 +213,7 @@ def test_activations_and_the_gathered_bucket_do_not_shrink():
 
 
 def test_the_listing_of_825_does_not_add_up():
-    weights = {"W1": 1000, "b1": 100, "W2": 2000, "b2": 200}
-    listed = [250, 250, 250 + 100 + 150, 250]
+    weights, listed = {"W1": 1000, "b1": 100, "W2": 2000, "b2": 200}, [250, 250, 250 + 100 + 150, 250]
     assert sum(weights.values()) / 4 == 825 and set(listed) != {825} and sum(listed) == 1250
     layout = plan_layout(list(weights.values()), 4, bucket_limit=1 << 20, align=1)
     cut = [[(list(weights)[f.slot.index], f.start, f.start + f.numel) for f in layout.fragments(r)] for r in range(4)]

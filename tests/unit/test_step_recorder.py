@@ -144,8 +144,7 @@ def test_padding_is_told_apart_at_a_landmark():
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_tensor_that_cannot_be_weighed_costs_a_point_and_nothing_else(at):
-    bench = Bench()
-    sizes = iter([[None, object()] if place == at else [] for place in range(9)])
+    bench, sizes = Bench(), iter([[None, object()] if place == at else [] for place in range(9)])
     bench.weigh = lambda name: next(sizes) if name == "gradients" else []
     points = bench.record("launch", "wait")
     assert words(points) == [what for place, what in enumerate(["begin", "launch", "wait", "end"]) if place != at]
