@@ -190,7 +190,8 @@ class _Job:
     def __init__(self, saver: Saver, target: Target, save_id: str) -> None:
         self.saver, self.target = saver, target
         self.temporary = target.folder / f"{folders.SAVING}{save_id}-{target.tag}"
-        self.channel, self.watchdog = StoreMailbox(f"save/{save_id}"), flight_recorder.observer()
+        self.channel = StoreMailbox(f"save/{save_id}")
+        self.watchdog = flight_recorder.observer()
         self.hearts = {rank: _HeartbeatTimeout(GONE_SECONDS) for rank in range(saver.world_size)}
         self._over = threading.Event()
         self._heart: threading.Thread | None = None

@@ -21,7 +21,8 @@ class Chaos:
     """Draws delays for one rank. When disabled, every method returns at once."""
 
     def __init__(self, config: ChaosConfig, rank: int) -> None:
-        self.enabled, self._max_seconds = config.enabled, config.max_delay_ms / 1000
+        self.enabled = config.enabled
+        self._max_seconds = config.max_delay_ms / 1000
         # Own generator: the run's random numbers must be the same with chaos on and off.
         self._random = random.Random(config.seed * 1_000_003 + rank)
 

@@ -151,7 +151,8 @@ class Machine:
         self.waits: list[str] = []
         """Where the program stood still for the current stream."""
         self.allocated = self.peak = self.operations = 0
-        self.open, self._lock = True, threading.RLock()
+        self.open = True
+        self._lock = threading.RLock()
 
     # ---- sides -------------------------------------------------------------------------------------------------------
 
@@ -228,7 +229,8 @@ class Machine:
         lo: Any = memory.start + tensor.storage_offset() * size
         extent: Any = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         with self._lock:
-            new, kept = Access(lo, lo + extent * size, writes, agent, agent.steps(), what, place or stack()), []
+            new = Access(lo, lo + extent * size, writes, agent, agent.steps(), what, place or stack())
+            kept = []
             for old in memory.accesses:
                 if writes or old.writes:
                     apart = old.hi <= new.lo or new.hi <= old.lo

@@ -111,7 +111,8 @@ class Recorder:
         self.flights: list[LaneSpan] = []
         self.aside: list[LaneSpan] = []  # in threads that the profiler does not see
         self.samples: list[tuple[int, dict[str, int]]] = []  # (``time.time_ns``, bytes by category)
-        self._held, self._next_sample_ns = held, 0
+        self._held = held
+        self._next_sample_ns = 0
         self._mine = threading.local()  # the range around a thread's code, and the module for whose sake it waits
 
     @contextlib.contextmanager
@@ -243,7 +244,8 @@ class OverlapMeter:
     """
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:
-        self.measures, self.ledger = device.type == "cpu", ledger
+        self.measures = device.type == "cpu"
+        self.ledger = ledger
         self.in_flight_seconds = self.exposed_seconds = 0.0
         self.under_way = 0
         self.since = 0.0  # the moment from which on something has been under way

@@ -145,7 +145,8 @@ def fresh(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> 
     """
     import torch.distributed as dist
 
-    name, meeting = uuid.uuid4().hex, dist.PrefixStore("deepzero/meeting", store)
+    name = uuid.uuid4().hex
+    meeting = dist.PrefixStore("deepzero/meeting", store)
     if rank != 0:
         meeting.set(f"question/{rank}", name)
         answer = f"answer/{name}"

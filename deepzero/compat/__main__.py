@@ -19,7 +19,8 @@ USAGE = "usage: python -m deepzero.compat [SCRIPT | -m MODULE] [ARGUMENT …]\n 
 
 def main() -> None:
     """Become the program that ``sys.argv`` names. Its exit status and tracebacks are those of plain Python."""
-    if (arguments := sys.argv[1:]) in (["-h"], ["--help"], ["--path"]):
+    arguments = sys.argv[1:]
+    if arguments in (["-h"], ["--help"], ["--path"]):
         print(STAND_IN if arguments == ["--path"] else USAGE)
         return
     module = arguments[:1] == ["-m"]

@@ -47,7 +47,8 @@ torch_info |= {"nccl_version": "0.0", "bf16_support": True}
 
 @functools.cache
 def _made() -> logging.Logger:
-    made, handler = logging.getLogger("DeepSpeed"), logging.StreamHandler(sys.stdout)
+    made = logging.getLogger("DeepSpeed")
+    handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
     made.addHandler(handler)
     made.setLevel(logging.INFO)

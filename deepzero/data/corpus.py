@@ -193,7 +193,8 @@ def split_by_file(sizes: dict[str, int], val_fraction: float) -> tuple[list[str]
         (['c'], ['b', 'a'])
     """
     order = sorted(sizes, key=lambda name: (hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest(), name))
-    room, val = int(val_fraction * sum(sizes.values())), []
+    room = int(val_fraction * sum(sizes.values()))
+    val = []
     for name in order:
         if sizes[name] <= room:
             val.append(name)

@@ -132,7 +132,8 @@ class Watchdog(GroupObserver):
         self._beats: dict[int, int] = {}
         # For each peer its last beat, and in how many looks it has been the last.
         self._heard: dict[int, tuple[int, int]] = {}
-        self._trainer, self._stop = threading.get_ident(), threading.Event()
+        self._trainer = threading.get_ident()
+        self._stop = threading.Event()
         self._roll_call = RollCall(board, self.trail, self._trainer)
         self._thread = start_thread(self._run, "deepzero-divergence")
 

@@ -123,7 +123,8 @@ class RollCall:
         board, (stands, moved) = self._board, self._asking.look(now)
         if moved:
             self._due, self._asked = NOTICE_SECONDS, None
-        if (asked := int(board.get("ask") or 0)) > self._answered:
+        asked = int(board.get("ask") or 0)
+        if asked > self._answered:
             self._answered = asked
             self._post(asked, stands)
             if board.get("call") not in (None, CONNECTION):
@@ -287,7 +288,8 @@ def wait_texts(states: Mapping[int, State], gone: Mapping[int, DepartedRank], wo
     for rank, state in sorted(states.items()):
         if state.waiting is not None:
             waits.setdefault(state.waiting, []).append(rank)
-    silent, texts = [rank for rank in range(world_size) if rank not in states and rank not in gone], []
+    silent = [rank for rank in range(world_size) if rank not in states and rank not in gone]
+    texts = []
     for launch, ranks in sorted(waits.items()):
         culprits = [f"rank {rank}, which {_NO_ANSWER}" for rank in silent]
         culprits += [f"rank {q}, which {peer.reason}" for q, peer in gone.items() if peer.sequence < launch.sequence]

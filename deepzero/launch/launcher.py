@@ -88,7 +88,8 @@ def choose_device(wanted: str, nproc: int) -> str:
 
     if wanted == "cpu" or (wanted == "auto" and os.environ.get("DEEPZERO_DEVICE") == "cpu"):
         return "cpu"
-    if (gpus := installed().device_count()) >= nproc:
+    gpus = installed().device_count()
+    if gpus >= nproc:
         return installed().kind
     why = f"{nproc} ranks want a GPU each, and this machine has {gpus}" if gpus else missing_gpu()
     if wanted == "cuda":

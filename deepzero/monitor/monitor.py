@@ -168,7 +168,8 @@ def make_monitor(
         tokens_seen: in those steps.
         options: of :class:`Terminal`.
     """
-    terminal, earlier = Terminal(workload.total_steps, **options), kept_metrics(run_dir, first_step)
+    terminal = Terminal(workload.total_steps, **options)
+    earlier = kept_metrics(run_dir, first_step)
     validations = [entry["val_loss"] for entry in earlier if "val_loss" in entry]
     last = next((entry for entry in reversed(earlier) if "loss" in entry), {"step": first_step})
     monitor = Monitor(

@@ -210,7 +210,8 @@ class TrainedParameters:
     """
 
     def __init__(self, model: nn.Module, groups: Iterable[ParamGroup]) -> None:
-        self._model, names = model, {param: name for name, param in model.named_parameters()}
+        self._model = model
+        names = {param: name for name, param in model.named_parameters()}
         grouped = {param for group in groups for param in group.params}
         self._trained = {param: name for param, name in names.items() if param in grouped}
         # With whether it may require grad all the same: it is in no group of the optimizer, and that has been said.

@@ -116,7 +116,8 @@ class Engine(nn.Module):
         self.comm = comm or open_communicator(config, process_group.default_device(), Ledger())
         self.batch = resolve_batch(config, self.comm.world_size)
         # Its scale is 1 and stays 1 but in fp16, so that what follows multiplies and divides by it in every precision.
-        self.scaler, self.lr_scheduler = build_loss_scaler(config.precision), lr_scheduler
+        self.scaler = build_loss_scaler(config.precision)
+        self.lr_scheduler = lr_scheduler
         if lr_scheduler is None and config.scheduler is not None:
             self.lr_scheduler = build_scheduler(config.scheduler, optimizer, total_steps)
         # From here on the model's parameters are views of flat buffers, or shards, and the optimizer's are masters.

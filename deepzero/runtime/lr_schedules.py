@@ -342,7 +342,8 @@ class Scheduler:
             last_batch_iteration: go to this place of the schedule instead of one further.
         """
         here = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        self.last_batch_iteration, groups = here, self.optimizer.param_groups
+        self.last_batch_iteration = here
+        groups = self.optimizer.param_groups
         for group, lr in zip(groups, self.get_lr(), strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)  # captured CUDA graphs hold this very tensor

@@ -247,7 +247,8 @@ def _one_collective(
     padding = sum(layout.padded_numel for layout in layouts) - true
     calls = sum(len(layout.buckets) for layout in layouts)
     share = halves * (nodes.world_size - 1) / nodes.world_size
-    sent_bytes, traffic = (true + padding) * share * itemsize, Traffic()
+    sent_bytes = (true + padding) * share * itemsize
+    traffic = Traffic()
     traffic.add(Traffic(calls, true * share, padding * share, sent_bytes, sent_bytes * nodes.share_between), times)
     return traffic
 
@@ -288,7 +289,8 @@ def reduction_traffic(
             part_bytes = form.message_bytes(bucket.shard_numel)
             sends = [(INSIDE, (inside - 1) * count, 0), (BETWEEN, count - 1, count - 1)]
             if goes_exact(group, bucket.index):
-                part_bytes, sends = wire * bucket.shard_numel, [(REDUCE_SCATTER, world - 1, world - inside)]
+                part_bytes = wire * bucket.shard_numel
+                sends = [(REDUCE_SCATTER, world - 1, world - inside)]
             for kind, parts, leaving in sends:
                 sent = (parts * true / world, parts * padding / world, parts * part_bytes, leaving * part_bytes)
                 if parts:

@@ -96,7 +96,8 @@ def plan_whole_parameters(
     for parts in dealt:
         # At least one aligned block for each rank, as every rank takes part in every collective.
         longest = max(1, *(sum(round_up(numels[index], align) for index in part) for part in parts))
-        extent, slots = round_up(longest, shard_align or align), list[ParamSlot]()
+        extent = round_up(longest, shard_align or align)
+        slots = list[ParamSlot]()
         for rank, part in enumerate(parts):
             cursor = start + rank * extent
             for index in part:

@@ -53,7 +53,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequen
     wide = len(head) > WIDE
     heads = [f' data-head="{text(name)}"' * wide for name in head]
     style = [' class="n"' if place in numbers else "" for place in range(len(head))]
-    top, lines = "".join(f"<th{s}>{text(name)}</th>" for s, name in zip(style, head, strict=True)), []
+    top = "".join(f"<th{s}>{text(name)}</th>" for s, name in zip(style, head, strict=True))
+    lines = []
     for row in rows:
         cells = zip(style, heads, ["–" if cell is None else text(cell) for cell in row], strict=True)
         lines.append("<tr>" + "".join(f"<td{s}{h}>{cell}</td>" for s, h, cell in cells) + "</tr>")

@@ -59,7 +59,8 @@ class Frame(NamedTuple):
         """The points joined, with gaps."""
         words, verb = [], "M"
         for x, y in points:
-            if known := y is not None and math.isfinite(y):
+            known = y is not None and math.isfinite(y)
+            if known:
                 words.append(f"{verb}{self.across(x):.1f} {self.up(y or 0.0):.1f}")
             verb = "L" if known else "M"
         return "".join(words)
