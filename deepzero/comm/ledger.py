@@ -95,6 +95,7 @@ class Ledger:
     setup: dict[str, Traffic] = field(default_factory=dict)
     between_steps: dict[str, Traffic] = field(default_factory=dict)
     untracked_kinds: set[str] = field(default_factory=set)
+    steps: int = 0  # of this engine's that are closed, taken or not; a checkpoint's are others'
     held: dict[str, int] = field(default_factory=dict)  # the most bytes held, by category, over all samples
     predicted_memory: dict[str, int] = field(default_factory=dict)
     predicted_traffic: dict[str, Traffic] = field(default_factory=dict)
@@ -160,6 +161,7 @@ class Ledger:
 
     def close_step(self) -> None:
         """An optimizer step is complete."""
+        self.steps += 1
         self.last_step, self.traffic, self.next_step = self.traffic, self.next_step, {}
 
     # ---- memory ------------------------------------------------------------------------------------------------------
@@ -179,6 +181,12 @@ class Ledger:
         if most is not None:
             self._most[category] = most
         self._watched[category] = (tensors, padding_bytes)
+
+    def sample_step(self) -> None:
+        """:meth:`sample` in the first steps of an engine, and in every sixteenth one then, all their micro-batches."""
+        # It asks every tensor, a millisecond for a thousand of them, and one step is soon like the other.
+        if self.steps < 16 or self.steps % 16 == 0:
+            self.sample()
 
     def sample(self) -> None:
         """Measure what is held now, and keep the maximum by category."""

@@ -284,7 +284,7 @@ class PlainKernel:
         device, numel = like.device, like.numel()
         key = f"{name} {device} {accelerator_of(device).current_stream(device).key}"
         if key not in kept or kept[key].numel() < numel:
-            kept[key] = torch.empty(max(numel, chunk_on(device)), dtype=dtype, device=device)
+            kept[key] = torch.empty(max(numel, CHUNK), dtype=dtype, device=device)
         return kept[key][:numel].view(like.shape)
 
     def encode(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:

@@ -23,7 +23,7 @@ from deepzero.runtime.diagnostics import whole_state_dict
 
 
 def save_checkpoint(  # noqa: D417  of the method
-    engine: EngineGetters, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None,
+    self: EngineGetters, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None,
     save_latest: bool = True, exclude_frozen_parameters: bool = False, asynchronous: bool = False,
     keep_last: int | None = None,
 ) -> bool:  # fmt: skip
@@ -45,19 +45,19 @@ def save_checkpoint(  # noqa: D417  of the method
     Source: ``save_checkpoint`` in ``runtime/engine.py`` of [DeepSpeed].
     """
     with_frozen = not exclude_frozen_parameters
-    engine.checkpointer.save(save_dir, tag, client_state, save_latest, with_frozen, asynchronous, keep_last)
-    if engine.global_rank == 0:
+    self.checkpointer.save(save_dir, tag, client_state, save_latest, with_frozen, asynchronous, keep_last)
+    if self.global_rank == 0:
         zero_to_fp32.leave_script(Path(save_dir).expanduser())
     return True
 
 
-def wait_for_checkpoint(engine: EngineGetters) -> None:
+def wait_for_checkpoint(self: EngineGetters) -> None:
     """Return when the last asynchronous save is on the disk, or raise a CheckpointError if it failed."""
-    engine.checkpointer.wait()
+    self.checkpointer.wait()
 
 
 def save_16bit_model(  # noqa: D417  of the method
-    engine: EngineGetters, save_dir: str | Path, save_filename: str | None = None,
+    self: EngineGetters, save_dir: str | Path, save_filename: str | None = None,
     exclude_frozen_parameters: bool = False, max_shard_size: str | int = DEFAULT_MAX_SHARD,
 ) -> bool:  # fmt: skip
     """Save the model in the compute dtype as safetensors that Hugging Face's libraries read; True. A collective.
@@ -77,18 +77,18 @@ def save_16bit_model(  # noqa: D417  of the method
     Source: ``save_16bit_model`` in ``runtime/engine.py`` of [DeepSpeed], which writes ``pytorch_model.bin``.
     """
     if str(save_filename).endswith((".bin", ".pt")):
-        engine.check("save_16bit_model")
-        engine.finish_delayed_update()
+        self.check("save_16bit_model")
+        self.finish_delayed_update()
         path = Path(save_dir).expanduser() / str(save_filename)
-        state_dict = partial(consolidated_16bit_state_dict, engine, exclude_frozen_parameters)
+        state_dict = partial(self._consolidated_16bit_state_dict, exclude_frozen_parameters)
         zero_to_fp32.save_by_torch(path, state_dict, max_shard_size)
         return True
-    engine.checkpointer.save_16bit_model(save_dir, save_filename, not exclude_frozen_parameters, max_shard_size)
+    self.checkpointer.save_16bit_model(save_dir, save_filename, not exclude_frozen_parameters, max_shard_size)
     return True
 
 
 def load_checkpoint(  # noqa: D417  of the method
-    engine: EngineGetters, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True,
+    self: EngineGetters, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True,
     load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
     custom_load_fn: None = None,
 ) -> tuple[str, dict[str, Any]] | tuple[None, None]:  # fmt: skip
@@ -122,9 +122,9 @@ def load_checkpoint(  # noqa: D417  of the method
             "give the model other names or values before deepzero.initialize, or use load_module_strict=False"
         )
     latest = Path(load_dir).expanduser() / LATEST_UNIVERSAL
-    if tag is None and engine.config.load_universal and latest.is_file():
+    if tag is None and self.config.load_universal and latest.is_file():
         tag = latest_tag(latest.parent, LATEST_UNIVERSAL)
-    return engine.checkpointer.load(
+    return self.checkpointer.load(
         load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
     )
 
@@ -132,27 +132,27 @@ def load_checkpoint(  # noqa: D417  of the method
 # ---- the model's values ----------------------------------------------------------------------------------------------
 
 
-def module_state_dict(engine: EngineGetters, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+def module_state_dict(self: EngineGetters, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
     """The model's own state dict, in the compute dtype, whole on every rank; stage 3: a collective, a copy.
 
     Parameters that are tied in the model are one tensor in stage 3's copy too.
     """
-    if engine.config.zero.stage == 3 or exclude_frozen_parameters:
-        return whole_state_dict(engine.module, not exclude_frozen_parameters)
-    return engine.module.state_dict()
+    if self.config.zero.stage == 3 or exclude_frozen_parameters:
+        return whole_state_dict(self.module, not exclude_frozen_parameters)
+    return self.module.state_dict()
 
 
-def load_module_state_dict(engine: EngineGetters, state_dict: dict[str, Any], strict: bool = True) -> None:
+def load_module_state_dict(self: EngineGetters, state_dict: dict[str, Any], strict: bool = True) -> None:
     """Load values into the model on every rank; the masters follow before the next step."""
-    engine.check("load_module_state_dict")
-    engine.finish_delayed_update()
-    engine.before_writes()
-    engine.module.load_state_dict(state_dict, strict=strict)
+    self.check("load_module_state_dict")
+    self.finish_delayed_update()
+    self.before_writes()
+    self.module.load_state_dict(state_dict, strict=strict)
 
 
 def consolidated_16bit_state_dict(
-    engine: EngineGetters, exclude_frozen_parameters: bool = False
+    self: EngineGetters, exclude_frozen_parameters: bool = False
 ) -> dict[str, Any] | None:
     """The model's whole state dict in the compute dtype on rank 0's CPU; None on other ranks. A collective."""
-    state = whole_state_dict(engine.module, not exclude_frozen_parameters, on_cpu_of_rank_0=True)
-    return state if engine.global_rank == 0 else None
+    state = whole_state_dict(self.module, not exclude_frozen_parameters, on_cpu_of_rank_0=True)
+    return state if self.global_rank == 0 else None

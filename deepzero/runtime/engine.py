@@ -250,9 +250,7 @@ class Engine(nn.Module):
         # Until the step is taken the answer of was_step_applied() is no, whatever the step before did.
         self.state.applied = False
         # Here gradients, parameters and activations of a micro-batch are all in memory: the ledger measures its peak.
-        # It asks every tensor, a millisecond for a thousand of them, and one micro-batch is soon like the other.
-        if self.micro_steps < 16 or self.micro_steps % 16 == 0:
-            self.comm.ledger.sample()
+        self.comm.ledger.sample_step()
         boundary = self.is_gradient_accumulation_boundary()
         try:
             if boundary:

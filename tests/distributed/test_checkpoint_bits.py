@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from deepzero.checkpoint import reader
 from deepzero.checkpoint.checkpoint_dir import find, read_manifest
+from deepzero.comm.ledger import off_forms
 from tests.distributed.checkpoints import engine_for, fingerprints, load_and_train, steps, train_and_save
 from tests.distributed.pool import on_ranks, sampled
 from tests.distributed.training import TinyModel
@@ -45,6 +46,20 @@ def test_five_and_five_steps_are_ten(rank, world, tmp_path, stage, precision, ac
     assert tail_sha == sha
     assert client == {"until": 5}
     assert precision != "fp16" or len({record[5] for record in records}) > 1, "the loss scale has moved"
+
+
+@on_ranks(1)
+def test_a_run_that_goes_on_after_many_steps_measures_its_memory(rank, world, tmp_path):
+    engine = engine_for(world, 2)
+    steps(engine, rank, world, 1)
+    engine.global_steps = 1001
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    other = engine_for(world, 2)
+    other.load_checkpoint(tmp_path)
+    steps(other, rank, world, 1003)
+    assert (other.micro_steps, off_forms(other.report())) == (1003, [])
+    other.destroy()
 
 
 PLACES = [(stage, world) for world in (1, 2, 3, 4) for stage in (0, 1, 2, 3)]

@@ -237,7 +237,8 @@ class BufferPool:
             self._sizes = []
         most = (simulate(uses, [], self.bucket_numels, False, 0)[2] for uses in passes)
         self._most_planned = max(most, default=0)
-        return_freed_memory()  # the recorded pass's buffers went as they came, and left holes: 2 % of a peak of 820 MiB
+        if self.reuses:  # the recorded pass's buffers went as they came, and left holes: 2 % of a peak of 820 MiB
+            return_freed_memory()
 
     def _seen(self, uses: Sequence[ModuleUse]) -> list[ModuleUse]:
         """``uses`` without the runs, or without the buckets, of which no view keeps a buffer."""

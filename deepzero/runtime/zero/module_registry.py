@@ -57,17 +57,18 @@ def z3_leaf_module(module: nn.Module) -> bool:
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """``module`` uses ``parameter``, which belongs to another module: fetch it with the module's own.
 
-    Uses inside a forward pass are noticed without this; registering lets the fetch come earlier. Raises a TypeError for
-    what is not a module, or not a parameter.
+    Uses inside a forward pass are noticed without this; registering lets the fetch come earlier. As in DeepSpeed it is
+    an attribute: a copy of the whole model uses its own parameter, and a copy or pickle of ``module`` alone takes one
+    along. Raises a TypeError for what is not a module, or not a parameter.
     """
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise TypeError(
             f"register_external_parameter takes a module and a parameter, got {type(module).__name__} and "
             f"{type(parameter).__name__}"
         )
-    known = module.__dict__.setdefault(EXTERNAL, [])
+    known = external_parameters(module)
     if not any(p is parameter for p in known):
-        known.append(parameter)
+        module.__dict__[EXTERNAL] = [*known, parameter]  # a shallow copy of the module shares the list that was
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -55,7 +55,7 @@ import torch
 from deepzero.comm.chaos import storage_ptr_of
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.comm.ledger import Traffic
-from deepzero.comm.quantization import Format, Quantizer, chunk_on
+from deepzero.comm.quantization import CHUNK, Format, Quantizer
 from deepzero.comm.quantized_reduce import QuantizedReduce
 from deepzero.comm.reduce_scatter import Key
 from deepzero.comm.topology import RankGroup
@@ -399,9 +399,8 @@ class QuantizationMonitor:
         quantizer, shard = bucket.gather.quantizer, bucket.shard
         if quantizer is None:
             return 0.0, 0.0
-        device = self.comm.device
-        step = max(chunk_on(device) // quantizer.format.block, 1) * quantizer.format.block
-        size = min(step, shard.numel())
+        step = max(CHUNK // quantizer.format.block, 1) * quantizer.format.block
+        size, device = min(step, shard.numel()), self.comm.device
         message = torch.empty(quantizer.format.message_bytes(size), dtype=torch.uint8, device=device)
         decoded = torch.empty(size, dtype=torch.float32, device=device)
         total = torch.zeros(2, dtype=torch.float64, device=device)
