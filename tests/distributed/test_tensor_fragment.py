@@ -9,6 +9,7 @@ from torch import nn
 
 import deepzero
 from deepzero import utils
+from deepzero.runtime.zero import guards
 from deepzero.runtime.zero.guards import fragments_of
 from deepzero.zero import GatheredParameters
 from tests.distributed.pool import on_ranks, sampled
@@ -411,6 +412,7 @@ def test_asking_is_no_part_of_a_step_and_leaves_nothing_behind(rank, world, stag
     assert {fragments_of(param) for param in engine.module.parameters()} == {engine.fragments}
     engine.destroy()
     assert {fragments_of(param) for param in engine.module.parameters()} == {None}
+    assert not any(param in guards._OWNERS for param in engine.module.parameters())
 
 
 def test_names():
