@@ -25,6 +25,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -225,7 +226,7 @@ class CommandLine:
         say(command.way_on(run_dir, cfg.train.steps))
 
 
-class NewFolders:
+class NewFolders(Callback):
     """Hydra's callback, which it builds and keeps to itself: before Hydra makes a folder, what is there is noted.
 
     Hydra makes the run folder before anybody has looked at the settings. What came below ``noted`` and stayed empty is
@@ -244,23 +245,20 @@ class NewFolders:
         self._note(config, "sweep")
 
     def _note(self, config: Any, kind: str) -> None:
-        path = Path(config.hydra[kind].dir).resolve()
-        there = next(folder for folder in (path, *path.parents) if folder.exists())
-        type(self).noted = path, there, kind == "sweep"
         # A folder that is named by the second is a command's own: who finds it taken waits for the next second's name.
-        if "%S" in OmegaConf.to_yaml(config.hydra[kind]):
+        named_by_second = "%S" in OmegaConf.to_yaml(OmegaConf.masked_copy(config.hydra[kind], "dir"))
+        taken = None
+        while (path := Path(config.hydra[kind].dir).resolve()) != taken:
+            there = next(folder for folder in (path, *path.parents) if folder.exists())
+            type(self).noted = path, there, kind == "sweep"
             with contextlib.suppress(OSError):  # Hydra says it, when it tries
-                path.mkdir(parents=True)
+                if named_by_second:
+                    path.mkdir(parents=True)
                 return
+            taken = path
             if path.is_dir():
                 time.sleep(1 - time.time() % 1)
                 OmegaConf.clear_cache(config)  # which keeps ``now``, for a sweep's jobs too
-                self._note(config, kind)
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("on_"):
-            raise AttributeError(name)
-        return lambda **_: None  # other events say nothing of folders
 
 
 def remove_unused(run_dir: Path | None = None) -> None:

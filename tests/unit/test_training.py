@@ -104,6 +104,10 @@ def test_a_run_goes_back_to_a_checkpoint_of_its_own(tmp_path, monkeypatch):
     assert find_start(str(other / tag_of(4)), Path("new")) == other / tag_of(4)
 
 
+def full(path, *_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
 def test_a_run_goes_back_where_latest_cannot_be_read(tmp_path, monkeypatch):
     """Or cannot be written, which is one line."""
     own = saved(tmp_path / "checkpoints", 4)
@@ -124,10 +128,6 @@ def test_a_run_goes_back_where_latest_cannot_be_read(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="step_00000004 was there when the run looked for it, and is gone"):
         run_folder.load_start(run, tmp_path, engine, sampler, command)
     engine.load_checkpoint = lambda path: (path, {"data": data})
-
-    def full(path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
     (own / "latest").write_text(tag_of(2))
     monkeypatch.setattr(run_folder.checkpoint_dir, "point_latest", full)
     with pytest.raises(ConfigError, match=r"cannot write .*/step_00000004: No space left on device; make room there"):
@@ -146,18 +146,12 @@ def way_on(monkeypatch, run_dir, step, *overrides):
 
 def test_a_record_that_cannot_be_written_leaves_no_folder(monkeypatch, tmp_path):
     """Hydra's record of a run on a full disk; that of an earlier start stays."""
-
-    def full(self, *_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     command = Command(("python", "train.py"), (), {"config.yaml": "a: 1"}, False)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(Path, "write_text", full)
-        command.keep(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    command.keep(tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(Path, "write_text", full)
+    for there in ([], [tmp_path / ".hydra"]):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+            patch.setattr(Path, "write_text", full)
+            command.keep(tmp_path)
+        assert list(tmp_path.iterdir()) == there
         command.keep(tmp_path)
     assert (tmp_path / ".hydra" / "config.yaml").read_text() == "a: 1"
 
@@ -219,11 +213,16 @@ def test_a_refused_run_leaves_nothing(folder):
 
 
 def test_commands_of_one_second_have_folders_of_their_own(tmp_path):
+    """A folder that is named otherwise is taken as it is, whatever a sweep's jobs are named by."""
     setup_globals()
     for kind, event in (("run", NewFolders().on_run_start), ("sweep", NewFolders().on_multirun_start)):
-        for _ in range(2):
-            event(OmegaConf.create({"hydra": {kind: {"dir": f"{tmp_path}/{kind}/${{now:%S}}"}}}))
-        assert len(list((tmp_path / kind).iterdir())) == 2
+        for name, made in (("${now:%S}", 2), ("fixed", 2)):
+            for _ in range(2):
+                folders = {"dir": f"{tmp_path}/{kind}/{name}", "subdir": "${now:%S}"}
+                event(OmegaConf.create({"hydra": {kind: folders}}))
+            assert len(list((tmp_path / kind).iterdir())) == made
+        (tmp_path / kind / "fixed").mkdir()
+        event(OmegaConf.create({"hydra": {kind: folders}}))
 
 
 def test_a_second_run_with_a_folder_leaves_it_to_the_first(folder):
