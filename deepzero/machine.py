@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from pathlib import Path
@@ -20,6 +21,7 @@ from deepzero.planning.dry_run import ClusterShape
 from deepzero.planning.estimate import Estimator, MakeProgram
 from deepzero.utils.formatting import short_bytes
 
+log = logging.getLogger(__name__)
 RANK_BYTES = 150_000_000
 """What a rank has to itself before it has a model: an interpreter with torch."""
 
@@ -36,8 +38,15 @@ def check_machine(run: RunConfig, make: MakeProgram, run_dir: Path, nproc: int, 
         raise ConfigError(f"launch.nproc={nproc}: so many processes take {sizes}, on {cores} cores; choose fewer")
     slow = f"launch.nproc={nproc}: this machine has {cores} cores, and each rank waits for all others"
     told = [slow] if device == "cpu" and nproc > 4 * cores else []
-    estimator = Estimator(run, make, H100_HDR, ClusterShape(nproc, nproc))  # for sizes, which no cluster changes
-    sides, states = {"host": 0, "device": 0}, estimator.states()
+    if run.model.library == "hf":
+        return "\n".join(told)  # its import takes seconds, and is the ranks'
+    try:
+        estimator = Estimator(run, make, H100_HDR, ClusterShape(nproc, nproc))  # for sizes, which no cluster changes
+        states = estimator.states()
+    except Exception:  # a model may train that cannot be made on the meta device
+        log.debug("what the model and its optimizer take is not known before they are made", exc_info=True)
+        return "\n".join(told)
+    sides = {"host": 0, "device": 0}
     for category in states.keys() - in_files(run.engine.zero):
         sides["host" if device == "cpu" else side_of(category)] += states[category]
     of_gpu = math.inf if device == "cpu" else installed().total_memory(torch.device(device, 0))
@@ -52,7 +61,5 @@ def check_machine(run: RunConfig, make: MakeProgram, run_dir: Path, nproc: int, 
     needed, left = round(estimator.numel * (4 + estimator.moments)), shutil.disk_usage(run_dir).free
     if run.train.save_every and needed > left:
         sizes = f"a checkpoint takes {short_bytes(needed)}, and the disk of {run_dir} has {short_bytes(left)} left"
-        raise ConfigError(
-            f"{sizes}; make room, choose another hydra.run.dir, or set train.save_every=0 to save nothing"
-        )
+        raise ConfigError(f"{sizes}; make room, choose another hydra.run.dir, or save nothing (train.save_every=0)")
     return "\n".join(told)

@@ -38,7 +38,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/profiling": (1194, 800),
     "deepzero/models": (537, 540),
     "deepzero/data": (521, 400),
-    "deepzero/training": (1002, 380),
+    "deepzero/training": (999, 380),
     "deepzero/compat": (3378, 1200),
     "deepzero": (38_042, 23_500),
     "tools": (6007, 2700),

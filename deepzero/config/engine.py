@@ -8,13 +8,12 @@ Source: [DeepSpeed], ``runtime/config.py``, ``runtime/zero/config.py``, ``runtim
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Annotated, Any, Literal
 
 from deepzero.config.strict import AtLeast, ConfigError, Count, NotNegative, Section, require
 from deepzero.config.zero import ZeroConfig
 
-DTYPES = ("bf16", "fp16", "fp32")
 _SMALL = ", this is too small"
 
 
@@ -187,10 +186,8 @@ class EngineConfig(Section):
         if key in ("bf16", "fp16"):
             scale = asdict(self.precision)
             skips = {"check_grad_overflow": scale.pop("check_grad_overflow")}
-            del scale["dtype"]
-            return {"enabled": self.precision.dtype == key, **(skips if key == "bf16" else scale)}
-        name = "zero" if key == "zero_optimization" else key
-        value = getattr(self, name) if name in [f.name for f in fields(self)] else None
+            return {"enabled": scale.pop("dtype") == key, **(skips if key == "bf16" else scale)}
+        value = vars(self).get("zero" if key == "zero_optimization" else key)
         if isinstance(value, OptimizerConfig):
             return {"type": value.target, "params": dict(value.params)}
         if is_dataclass(value) and not isinstance(value, type):

@@ -249,8 +249,7 @@ class NewFolders(Callback):
         named_by_second = "%S" in OmegaConf.to_yaml(OmegaConf.masked_copy(config.hydra[kind], "dir"))
         taken = None
         while (path := Path(config.hydra[kind].dir).resolve()) != taken:
-            there = next(folder for folder in (path, *path.parents) if folder.exists())
-            type(self).noted = path, there, kind == "sweep"
+            type(self).noted = path, next(at for at in (path, *path.parents) if at.exists()), kind == "sweep"
             with contextlib.suppress(OSError):  # Hydra says it, when it tries
                 if named_by_second:
                     path.mkdir(parents=True)
@@ -333,9 +332,7 @@ def with_fallback_batch(run: RunConfig) -> RunConfig:
 
 def settings_of(cfg: DictConfig) -> dict[str, Any]:
     """The composed config as plain dictionaries, interpolations resolved."""
-    settings = OmegaConf.to_container(cfg, resolve=True)
-    if not isinstance(settings, dict):
-        raise ConfigError("the composed config is not a mapping")
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
     return {str(key): value for key, value in settings.items()}
 
 

@@ -396,24 +396,19 @@ def test_forms_of_a_config(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "hjson", None)
     with pytest.raises(ConfigError, match=r"config.hjson' is not JSON: .* install the package hjson, or write JSON"):
         load_engine_config(commented)
-
-    class HjsonDecodeError(ValueError):
-        pass
+    HjsonDecodeError = type("HjsonDecodeError", (ValueError,), {})
 
     def loads(text, object_pairs_hook):
         if not text.startswith("#"):
             raise HjsonDecodeError("line 1")
         return json.loads(text.partition("\n")[2], object_pairs_hook=object_pairs_hook)
 
-    package = types.SimpleNamespace(loads=loads, HjsonDecodeError=HjsonDecodeError)
-    monkeypatch.setitem(sys.modules, "hjson", package)
+    monkeypatch.setitem(sys.modules, "hjson", types.SimpleNamespace(loads=loads, HjsonDecodeError=HjsonDecodeError))
     assert load_engine_config(commented) == wanted
-    commented.write_text('#\n{"a": 1, "a": 2}')
-    with pytest.raises(ConfigError, match=r"config.hjson' has 'a' twice"):
-        load_engine_config(commented)
-    commented.write_text("{,")
-    with pytest.raises(ConfigError, match="neither JSON nor Hjson: line 1"):
-        load_engine_config(commented)
+    for text, words in (('#\n{"a": 1, "a": 2}', "hjson' has 'a' twice"), ("{,", "neither JSON nor Hjson: line 1")):
+        commented.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            load_engine_config(commented)
 
 
 def fields_of(file, name, where):

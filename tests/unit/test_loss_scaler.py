@@ -13,11 +13,7 @@ from deepzero.runtime.loss_scaler import DynamicLossScaler, LossScaleError, Loss
 
 def scales(scaler, overflows):
     """The scale after each step."""
-    out = []
-    for overflow in overflows:
-        scaler.update(overflow)
-        out.append(scaler.scale)
-    return out
+    return [scaler.update(overflow) or scaler.scale for overflow in overflows]
 
 
 GOOD, BAD = False, True

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest import mock
 
 import pytest
 import torch
@@ -257,6 +258,14 @@ def test_room_is_asked_for_before_ranks_start(nproc, device, room, said, monkeyp
     except ConfigError as error:
         told = str(error)
     assert re.search(said, told), told
+
+
+def test_a_model_whose_size_is_not_known_before_ranks_start(tmp_path):
+    """One that cannot be made on the meta device, also by an error of ours, and one of a library that takes seconds."""
+    make = mock.Mock(side_effect=[NotImplementedError("no meta"), ConfigError("no meta")])
+    for words, calls in (([], 1), ([], 2), (["model=hf"], 2)):
+        assert machine.check_machine(with_fallback_batch(compose(words)), make, tmp_path, 1, "cpu") == ""
+        assert make.call_count == calls
 
 
 # ---- what a run says of itself at its end ----------------------------------------------------------------------------
