@@ -27,7 +27,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1670, 1150),
     "deepzero/comm": (4353, 2720),
-    "deepzero/runtime": (4371, 3050),
+    "deepzero/runtime": (4369, 3050),
     "deepzero/runtime/zero": (5920, 4550),
     "deepzero/offload": (3594, 2500),
     "deepzero/checkpoint": (3647, 2610),

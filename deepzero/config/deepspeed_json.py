@@ -18,7 +18,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -33,6 +33,7 @@ from deepzero.config.engine import (
 )
 from deepzero.config.strict import ConfigError, build, convert, unknown_key
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
+from deepzero.utils.formatting import flatten
 
 _SCALARS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
@@ -47,6 +48,9 @@ _DTYPE_NAMES = {
     **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
     **dict.fromkeys(("bf16", "bfloat16", "bfp16"), "bf16"),
 }
+_QUOTE_OR_KEY = re.compile(
+    r"""(?<![\w./-])((['"`])(\\.|(?!\2)[^\\])*\2|precision(\.dtype)?=\w+|(zero|precision)(\.\w+)+)(?![\w/])"""
+)
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -84,8 +88,7 @@ def load_activation_config(
     if isinstance(config, EngineConfig):
         return config.activation_checkpointing
     key = "activation_checkpointing"
-    block = {name: value for name, value in read_mapping(config).items() if name == key}
-    return load_engine_config(block).activation_checkpointing
+    return load_engine_config({key: read_mapping(config).get(key)}).activation_checkpointing
 
 
 def read_mapping(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Mapping[str, Any]:
@@ -113,11 +116,14 @@ def _in_json_words(read: Callable[[Mapping[str, Any]], T], mapping: Mapping[str,
 
 
 def in_json_words(text: str) -> str:
-    """An error's text with the JSON's keys: the dataclasses name them as the command line does."""
-    text = re.sub(r"(?<![\w.])precision(?:\.dtype)?=(bf16|fp16)", r"\1.enabled=true", text)
-    text = re.sub(r"(?<![\w.])precision(?:\.dtype)?=fp32", "fp32", text)
-    text = re.sub(r"(?<![\w.])precision\.(?=\w)", "fp16.", text)
-    return re.sub(r"(?<![\w.])zero\.(?=\w)", "zero_optimization.", text)
+    """An error's text with the JSON's keys: the dataclasses name them as the command line does. Quotes stay."""
+    of_zero = [part for key in flatten(asdict(ZeroConfig())) for part in (key, key.partition(".")[0])]
+    words = {f"zero.{key}": f"zero_optimization.{key}" for key in of_zero}
+    words |= {f"precision.{field.name}": f"fp16.{field.name}" for field in fields(PrecisionConfig)}
+    words |= {"precision.check_grad_overflow": "bf16.check_grad_overflow", "precision.dtype": "bf16 or fp16"}
+    words |= {f"precision{key}={name}": f"{name}.enabled=true" for key in ("", ".dtype") for name in ("bf16", "fp16")}
+    words |= dict.fromkeys(("precision=fp32", "precision.dtype=fp32"), "fp32")
+    return _QUOTE_OR_KEY.sub(lambda found: words.get(found[0], found[0]), text)
 
 
 def _text_of(config: str | os.PathLike[str]) -> tuple[str, str]:
@@ -189,10 +195,9 @@ def _read(mapping: Mapping[str, Any]) -> EngineConfig:
     if given.get("activation_checkpointing") is False:  # as some write off
         del given["activation_checkpointing"]
     settings |= {name: _block(given, name) for name in ("activation_checkpointing", "comm")}
-    if given.get("optimizer") not in (None, {}):
-        settings["optimizer"] = OptimizerConfig(*_typed(given, "optimizer"))
-    if given.get("scheduler") not in (None, {}):
-        settings["scheduler"] = SchedulerConfig(*_typed(given, "scheduler"))
+    for name, kind in (("optimizer", OptimizerConfig), ("scheduler", SchedulerConfig)):
+        if given.get(name) not in (None, {}):
+            settings[name] = kind(*_typed(given, name))
     known = [name.removeprefix("checkpoint.") for name in keys.SATISFIED if name.startswith("checkpoint.")]
     saved = _block(given, "checkpoint")
     settings["load_universal"] = convert(bool, saved.pop("load_universal", False), "checkpoint.load_universal")
@@ -375,19 +380,18 @@ def _offload_block(block: Any, kind: type, where: str) -> dict[str, Any]:
 
 def _precision(given: Mapping[str, Any]) -> PrecisionConfig:
     bf16, fp16 = _block(given, "bf16"), _block(given, "fp16")
-    for name, block in (("bf16", bf16), ("fp16", fp16)):
-        convert(bool, block.get("enabled", False), f"{name}.enabled")
-    if bf16.get("enabled") and fp16.get("enabled"):
+    use_bf16 = convert(bool, bf16.pop("enabled", False), "bf16.enabled")
+    use_fp16 = convert(bool, fp16.pop("enabled", False), "fp16.enabled")
+    if use_bf16 and use_fp16:
         raise ConfigError("bf16.enabled and fp16.enabled are both true; choose one")
     _only(bf16, ["enabled", "check_grad_overflow"], "bf16")
     of_scales = [f.name for f in fields(PrecisionConfig) if f.name not in ("dtype", "check_grad_overflow")]
     _only(fp16, ["enabled", *of_scales], "fp16")
     # A block that is present but not enabled is still checked, so that enabling it later brings no surprise.
-    scale = {key: value for key, value in fp16.items() if key != "enabled"}
-    checked = build(PrecisionConfig, {**scale, "dtype": "fp16"}, "fp16")
+    checked = build(PrecisionConfig, {**fp16, "dtype": "fp16"}, "fp16")
     skips = convert(bool, bf16.get("check_grad_overflow", False), "bf16.check_grad_overflow")
-    other = PrecisionConfig("bf16", check_grad_overflow=skips) if bf16.get("enabled") else PrecisionConfig()
-    return checked if fp16.get("enabled") else other
+    other = PrecisionConfig("bf16", check_grad_overflow=skips) if use_bf16 else PrecisionConfig()
+    return checked if use_fp16 else other
 
 
 def _typed(given: Mapping[str, Any], name: str) -> tuple[str, dict[str, Any]]:

@@ -139,12 +139,11 @@ def convert(kind: Any, value: Any, path: str) -> Any:
         if value is None and type(None) in args:
             return None
         problems = []
-        for inner in args:
-            if inner is not type(None):
-                try:
-                    return convert(inner, value, path)
-                except ConfigError as error:
-                    problems.append(str(error))
+        for inner in (arg for arg in args if arg is not type(None)):
+            try:
+                return convert(inner, value, path)
+            except ConfigError as error:
+                problems.append(str(error))
         raise ConfigError("; or ".join(problems))
     if dataclasses.is_dataclass(kind):
         return value if isinstance(value, kind) else build(kind, value, path)  # type: ignore[arg-type]

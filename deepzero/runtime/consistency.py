@@ -58,8 +58,8 @@ def describe(config: Any, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     lines = {key: repr(value) for key, value in flatten(dataclasses.asdict(config)).items()}
     names = {param: name for name, param in model.named_parameters()}
     tensors = {
-        "parameter": [f"{name} {tuple(p.shape)} {p.dtype} trained={p.requires_grad}" for p, name in names.items()],
-        "buffer": [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()],
+        "parameter": [f"{name!r} {tuple(p.shape)} {p.dtype} trained={p.requires_grad}" for p, name in names.items()],
+        "buffer": [f"{name!r} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()],
     }
     for kind, texts in tensors.items():
         lines[f"number of {kind}s"] = str(len(texts))

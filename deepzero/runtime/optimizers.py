@@ -107,8 +107,7 @@ def build_optimizer(
     if _fused_by_default(cls, arguments, groups):
         arguments["fused"] = True
     try:
-        made: torch.optim.Optimizer = (cls if stand_in is None else stand_in(cls))(groups, **arguments)
-        return made
+        return (cls if stand_in is None else stand_in(cls))(groups, **arguments)
     except (ValueError, TypeError, RuntimeError) as error:
         listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         raise ConfigError(f"optimizer {config.target}({listed}) cannot be built: {error}") from error

@@ -14,13 +14,12 @@ import pytest
 
 from deepzero.config import deepspeed_json
 from deepzero.config import deepspeed_keys as ds
-from deepzero.config.deepspeed_json import load_engine_config, load_zero_config
+from deepzero.config.deepspeed_json import in_json_words, load_engine_config, load_zero_config
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
 from tests.unit.test_docs import nested
 
 CPU = {"device": "cpu"}
-
 
 FULL = {
     "train_batch_size": 16,
@@ -47,12 +46,11 @@ def test_every_key_arrives(tmp_path):
         config = load_engine_config(given)
         assert (config.train_batch_size, config.gradient_accumulation_steps) == (16, 2)
         assert (config.gradient_clipping, config.steps_per_print) == (0.3, 10)
-        assert config.precision.dtype == "bf16"
         zero = config.zero
         assert (zero.stage, zero.reduce_bucket_size, zero.allgather_bucket_size) == (1, 50_000_000, 20_000_000)
         assert (zero.overlap_comm, zero.reduce_scatter) == (True, False)
         assert config.optimizer.target == "AdamW" and config.optimizer.params["betas"] == [0.9, 0.95]
-        assert config.scheduler.type == "WarmupLR"
+        assert (config.precision.dtype, config.scheduler.type) == ("bf16", "WarmupLR")
         assert (config.grad_accum_dtype, config.communication_data_type) == ("bf16", "fp32")
         assert (config.comm.reduce, config.comm.chaos.seed) == ("exact", 3)
 
@@ -382,6 +380,19 @@ def test_before_a_trainer_has_filled_it_in():
         load_engine_config(given)
     with pytest.raises(ConfigError, match=r"^zero_optimization.stage=7"):
         load_zero_config(zero(stage=7))
+
+
+def test_errors_name_the_jsons_keys():
+    """Known ones, outside of quotes: what else begins like one is a module, a parameter, a file of the user's."""
+    for text, said in (
+        ("zero.stage=1: not zero.offload_param.", "zero_optimization.stage=1: not zero_optimization.offload_param."),
+        ("rank's precision.hysteresis, precision.dtype=bf16", "rank's fp16.hysteresis, bf16.enabled=true"),
+        ("(precision=fp32) precision.check_grad_overflow", "(fp32) bf16.check_grad_overflow"),
+        ("zero.offload_param.nvme_path='/zero.stage'", "zero_optimization.offload_param.nvme_path='/zero.stage'"),
+    ):
+        assert in_json_words(text) == said
+    kept = r"""zero.Init a.zero.stage /a/zero.stage zero.stage.bias precision.bias 'it\'s zero.stage' "zero.stage" """
+    assert in_json_words(kept) == kept
 
 
 def test_forms_of_a_config(tmp_path, monkeypatch):

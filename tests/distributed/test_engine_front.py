@@ -3,6 +3,7 @@
 import contextlib
 import io
 import sys
+import traceback
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +13,9 @@ from torch import nn
 
 import deepzero
 from deepzero.comm import process_group
+from deepzero.config.engine import OptimizerConfig
 from deepzero.runtime.consistency import RankMismatchError
+from deepzero.runtime.optimizers import build_optimizer
 from tests.distributed.pool import on_ranks, sampled
 from tests.distributed.training import (
     SGD,
@@ -265,10 +268,6 @@ def test_steps_per_print(rank, world):
     assert [line.split(",")[0] for line in out.getvalue().splitlines()] == [["step=2", "step=4"], []][rank]
 
 
-def with_another_model(rank):
-    return {"model": TinyModel(hidden=38 if rank == 1 else 37)}
-
-
 def with_a_frozen_weight(rank):
     model = make_model()
     model.norm.bias.requires_grad_(rank != 1)
@@ -281,22 +280,17 @@ def with_another_buffer(rank):
     return {"model": model}
 
 
-def with_other_groups(rank):
-    model = make_model()
-    return {"model": model, "optimizer": torch.optim.SGD(list(model.parameters())[rank:], lr=0.1)}
-
-
 DIFFERENT = {
     "config": (lambda rank: {"config": config(stage=1, gradient_clipping=1.0 + rank)},
                "gradient_clipping: 1.0 on rank 0, 2.0 on rank 1"),
-    "shape": (with_another_model, "(38, 24)"),
+    "shape": (lambda rank: {"model": TinyModel(hidden=38 if rank == 1 else 37)}, "(38, 24)"),
     "frozen": (with_a_frozen_weight, "trained=False"),
     "optimizer": (lambda rank: {"optimizer": lambda p: (torch.optim.AdamW if rank else torch.optim.SGD)(p, lr=0.1)},
                   "optimizer class: SGD on rank 0, AdamW on rank 1"),
     "lr": (lambda rank: {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1 * (rank + 1))},
            "optimizer group 0 lr: 0.1 on rank 0, 0.2 on rank 1"),
-    "groups": (with_other_groups, "optimizer group 0 params"),
-    "buffer": (with_another_buffer, "buffer 0: extra (4,) torch.float32 on rank 0, extra (5,)"),
+    "groups": (lambda rank: {"optimizer": lambda p: torch.optim.SGD(p[rank:], lr=0.1)}, "optimizer group 0 params"),
+    "buffer": (with_another_buffer, "buffer 0: 'extra' (4,) torch.float32 on rank 0, 'extra' (5,)"),
 }  # fmt: skip
 
 
@@ -335,7 +329,7 @@ class SharedMemory(nn.Module):
 def test_models_and_optimizers_that_cannot_be_partitioned(rank, world):
     for model, words in (
         (SharedMemory(), "share memory"),
-        (nn.Linear(2, 2, dtype=torch.float64), "float64"),
+        (nn.ModuleDict({"precision": nn.Linear(2, 2, dtype=torch.float64)}), "'precision.weight' is torch.float64"),
         (nn.Linear(2, 2, dtype=torch.complex64), "complex64"),
     ):
         with pytest.raises(deepzero.ConfigError, match=words):
@@ -354,21 +348,24 @@ def test_models_and_optimizers_that_cannot_be_partitioned(rank, world):
 @on_ranks()
 def test_optimizers_that_do_not_fit(rank, world):
     model = make_model()
-    with pytest.raises(deepzero.ConfigError, match="elementwise"):
-        deepzero.initialize(model=model, optimizer=torch.optim.LBFGS(model.parameters()), config=config(stage=1))
-    with pytest.raises(deepzero.ConfigError, match="not a parameter of the model"):
-        deepzero.initialize(model=model, optimizer=torch.optim.SGD([torch.zeros(3)], lr=1.0), config=config(stage=1))
     named = make_model()  # torch's optimizers take names, too
     deepzero.initialize(model=named, model_parameters=named.named_parameters(), config=config(stage=1))[0].destroy()
     frozen = make_model().requires_grad_(False)
+    own = lambda params: build_optimizer(OptimizerConfig("Adamm"), params)
     for arguments, words in (
+        ({"model": model, "optimizer": torch.optim.LBFGS(model.parameters())}, "elementwise"),
+        ({"model": model, "optimizer": torch.optim.SGD([torch.zeros(3)], lr=1.0)}, "not a parameter of the model"),
+        ({"model": model, "optimizer": own}, "unknown optimizer 'Adamm'"),
         ({"model": 5}, "initialize needs model=, a torch.nn.Module; it got int"),
         ({"model": model, "model_parameters": [1, 2]}, "model_parameters holds int objects: give parameters"),
         ({"model": model, "model_parameters": []}, "nothing can be trained: model_parameters is empty"),
         ({"model": frozen}, "nothing can be trained: model has no parameter that requires a gradient"),
     ):
-        with pytest.raises(deepzero.ConfigError, match=words):
+        with pytest.raises(deepzero.ConfigError, match=words) as error:
             deepzero.initialize(**arguments, config=config(stage=1))
+        places = [frame.name for frame in traceback.extract_tb(error.tb)]
+        # Where deepzero has found it says nothing of a setting; where a program of the user's led to it does.
+        assert "<lambda>" in places if arguments.get("optimizer") is own else places[-1] == "initialize"
 
 
 class Numbers(torch.utils.data.Dataset):

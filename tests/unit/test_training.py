@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import setup_globals
 from omegaconf import OmegaConf
 
@@ -175,8 +176,6 @@ def test_what_was_typed_with_the_folder(monkeypatch, tmp_path):
     "name", ["a b", "it's", "a=b,c", "(1)", "back\\slash", "ends with\\", "both\\'", "${x}", "new [1]", "ü"]
 )
 def test_a_folder_with_any_name(name, monkeypatch):
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     said = way_on(monkeypatch, Path("/runs") / name, 7)
     (override,) = OverridesParser.create().parse_overrides([shlex.split(said)[-1]])
     assert OmegaConf.create({"dir": override.value()}).dir == f"/runs/{name}"
