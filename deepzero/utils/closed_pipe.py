@@ -17,7 +17,7 @@ from typing import NoReturn
 def exit_with(main: Callable[[], int | None]) -> NoReturn:
     """Call ``main`` and leave with its exit status; with SIGPIPE's, 141, where nobody reads standard output any more.
 
-    Ctrl-C ends it with SIGINT's, 130.
+    Ctrl-C ends it with SIGINT's, 130; a disk that is full where standard output goes, with 2.
 
     Raises:
         SystemExit: always, unless ``main`` raises another error, a ``BrokenPipeError`` of another pipe included.
@@ -37,14 +37,25 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
             status = ended.code
         except KeyboardInterrupt:
             status = 128 + signal.SIGINT
-        sys.stdout.flush()
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # ``--help > FILE`` on a full disk
+            _drop_stdout()
+            print(f"cannot write to standard output: {error.strerror}", file=sys.stderr)
+            status = status or 2
     except BrokenPipeError:
         if not _nobody_reads():
             raise
-        # What is left in the buffer has to go somewhere when the interpreter flushes it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         status = 128 + signal.SIGPIPE
     sys.exit(status)
+
+
+def _drop_stdout() -> None:
+    """What is left in the buffer has to go somewhere when the interpreter flushes it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _nobody_reads() -> bool:
