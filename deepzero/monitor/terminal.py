@@ -47,8 +47,8 @@ class Terminal:
         self._bar: Any = None
         self._lost = False  # standard output has failed, and it was said
         if isinstance(self._stream, io.TextIOWrapper):
-            # A sample may hold characters that this stream's encoding has not; that must not end a run. Nor must what an
-            # earlier print has left in the buffer of a full disk: the first line says so.
+            # A sample may hold characters that this stream's encoding has not; that must not end a run. Nor must what
+            # an earlier print has left in the buffer of a full disk: the first line says so.
             with contextlib.suppress(OSError):
                 self._stream.reconfigure(errors="replace")
 
