@@ -114,7 +114,8 @@ class Checkpointer:
         engine = self.engine
         folder = _folder("save_checkpoint", save_dir).absolute()  # the program may move on while a thread writes
         engine.finish_delayed_update()
-        tag, holdings = f"global_step{engine.global_steps}" if tag is None else str(tag), self.holdings()
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        holdings = self.holdings()
         with together(own_words):
             engine.check("save_checkpoint")
             check_tag(tag)
@@ -181,7 +182,8 @@ class Checkpointer:
             "load_optimizer_states": optimizer_states, "load_lr_scheduler_states": lr_scheduler_states,
             "load_module_only": module_only,
         })  # fmt: skip
-        holdings, tag = self.holdings(), None if tag is None else str(tag)
+        holdings = self.holdings()
+        tag = None if tag is None else str(tag)
         try:
             with naming_another(folder, tag):
                 reader = open_checkpoint(folder, tag, holdings, module_only, self.formats)
@@ -196,7 +198,8 @@ class Checkpointer:
         loader.compare()  # from here to _fill nothing has changed, and the engine may go on as it was
         saved = self._saved_schedule(loader) if lr_scheduler_states and not module_only else None
         with naming_another(folder, tag):
-            schedule, client_state = loader.values(saved), loader.values(reader.manifest.client_state)
+            schedule = loader.values(saved)
+            client_state = loader.values(reader.manifest.client_state)
             self._fill(loader)
         what = f"{reader.path}: what it says of optimizer, schedule or generators does not fit"
         with together(lambda error: f"{what}: {reason(error)}"):  # a schedule of the caller's may raise anything

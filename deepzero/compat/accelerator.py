@@ -69,7 +69,8 @@ def _on_cpu() -> dict[str, Any]:
     its = accelerator_of(cpu)
     used = lambda device_index=None: its.memory_allocated(cpu)
     peak = lambda device_index=None: its.max_memory_allocated(cpu)
-    physical, told = its.total_memory(cpu), ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")
+    physical = its.total_memory(cpu)
+    told = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")
     return dict.fromkeys(_NOTHING_ON_CPU.split(), lambda *_, **__: None) | {
         **dict.fromkeys(("Event", "Stream")),
         "available_memory": lambda device_index=None: available_host_bytes() or physical,

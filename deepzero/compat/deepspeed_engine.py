@@ -84,7 +84,8 @@ class DeepSpeedEngine(EngineGetters):
 
     # ---- checkpoints, and the model's values -------------------------------------------------------------------------
 
-    save_checkpoint, load_checkpoint = engine_checkpoints.save_checkpoint, engine_checkpoints.load_checkpoint
+    save_checkpoint = engine_checkpoints.save_checkpoint
+    load_checkpoint = engine_checkpoints.load_checkpoint
     wait_for_checkpoint = engine_checkpoints.wait_for_checkpoint
     save_16bit_model = save_fp16_model = engine_checkpoints.save_16bit_model
     module_state_dict = engine_checkpoints.module_state_dict

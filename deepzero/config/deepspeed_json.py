@@ -109,6 +109,7 @@ def read_mapping(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> M
 
 
 def _in_json_words(read: Callable[[Mapping[str, Any]], T], mapping: Mapping[str, Any]) -> T:
+    """Read the mapping; errors name the JSON's keys."""
     try:
         return read(mapping)
     except ConfigError as error:
@@ -173,7 +174,8 @@ def _say(text: str) -> None:
 
 
 def _read(mapping: Mapping[str, Any]) -> EngineConfig:
-    zero, given = _read_zero(mapping), _renamed(mapping, "")
+    zero = _read_zero(mapping)
+    given = _renamed(mapping, "")
     for path in keys.DOTTED:
         if (value := given.pop(path, None)) is not None:
             convert(float, value, path)
@@ -334,7 +336,8 @@ def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
         _say("zero_optimization=true or false is DeepSpeed's first format, of stage 1 alone; write an object")
         size = given.get("allgather_size")
         return {"stage": 1, **_chosen({"allgather_bucket_size": size})} if given["zero_optimization"] else {}
-    zero, pin = _block(given, "zero_optimization"), "cpu_offload_use_pin_memory"
+    zero = _block(given, "zero_optimization")
+    pin = "cpu_offload_use_pin_memory"
     pinned = convert(bool | None, zero.pop(pin, None), f"zero_optimization.{pin}")
     for older, name in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if older in zero and convert(bool, zero.pop(older), f"zero_optimization.{older}"):

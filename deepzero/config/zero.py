@@ -197,7 +197,8 @@ class ZeroConfig(Section):
         optimizer, param, quantization = self.offload_optimizer, self.offload_param, self.quantization
         self.need(stage in (0, 1, 2, 3), "stage", "stages are 0, 1, 2 and 3")
         self.need(mics == -1 or mics >= 1, "mics_shard_size", "must be at least 1 rank, or -1 for off")
-        here, one = f"and zero.stage={stage}; leave it out, or set zero.stage=", "leave one of the two out"
+        here = f"and zero.stage={stage}; leave it out, or set zero.stage="
+        one = "leave one of the two out"
         weights = self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
         gradients = self.zero_quantized_gradients
         # What fields are for, and why they say nothing, or cannot be, where that is not the case.

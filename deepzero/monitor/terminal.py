@@ -140,7 +140,8 @@ def ledger_table(report: Mapping[str, Any]) -> str:
     rows = [row for row in rows if row not in files]
     rows += [("all of these", sum(row[1] or 0 for row in rows), sum(row[2] for row in rows), ""), *files]
     rows += [(name, None, v["measured"], NOTES.get(name, "")) for name, v in held if v["predicted"] is None]
-    lines, rows = _section("held by one rank after a backward pass", rows), []
+    lines = _section("held by one rank after a backward pass", rows)
+    rows = []
     for kind, values in report["communication"].items():
         measured, padding = values["measured"], values["measured"]["padding_elements"]
         note = f"{measured['calls']:g} calls, {measured['elements']:,.0f} elements"

@@ -176,7 +176,8 @@ class HostActivations:
             flat, copy = self._ahead.popitem()[1]
             copy.wait()
             del flat  # not before the wait is in the stream
-        self._stays, self._last = {tensor.untyped_storage()._cdata for tensor in self._parameters()}, None
+        self._stays = {tensor.untyped_storage()._cdata for tensor in self._parameters()}
+        self._last = None
         self.wire.meter.close_step()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):

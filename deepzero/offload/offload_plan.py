@@ -56,7 +56,8 @@ def most_count(layout: FlatLayout, limit: int | None) -> int:
 def plan_offload(planned: Sequence[GroupPlan], config: ZeroConfig, dtype: torch.dtype) -> list[GroupPlan]:
     """The groups with where their tensors live, in the order of building; ``dtype`` is the compute dtype."""
     optimizer, param = config.offload_optimizer, config.offload_param
-    left, placed = param.max_in_cpu, []
+    left = param.max_in_cpu
+    placed = []
     for group in planned:
         steps = keeps = 0
         if group.trained and optimizer.device != "none":

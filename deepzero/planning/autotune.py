@@ -122,7 +122,8 @@ class Search:
         """Estimate, rehearse, refine, sort."""
         advice, chosen = self.advice, []
         for family in self.space.families():
-            candidates, advice.numel = self._candidates(family), self.estimator.numel
+            candidates = self._candidates(family)
+            advice.numel = self.estimator.numel
             if candidates:
                 chosen.append(candidates)
                 continue
@@ -210,7 +211,8 @@ class Search:
             option = rehearse_option(self.question, setting, words)
         except ConfigError as error:
             return Refused(setting, {}, 0.0, False, True, str(error))
-        self.longest, simulated = max(self.longest, time.perf_counter() - began), option.simulated
+        self.longest = max(self.longest, time.perf_counter() - began)
+        simulated = option.simulated
         if estimate is not None:
             too_small = simulated.device_bytes - estimate.device_bytes
             self.extra[setting.family, setting.checkpointing] = too_small

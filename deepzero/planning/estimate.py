@@ -105,7 +105,8 @@ class Estimator:
             raise ConfigError("the settings name no optimizer: choose one with optimizer=…")
         self.run, self.make, self.cluster, self.world = run, make, cluster, world
         self.nodes = Nodes(world.world_size, run.engine.comm.ranks_per_node or world.ranks_of_host)
-        self.dtypes, self.optimizer = Dtypes.of(run.engine), run.engine.optimizer
+        self.dtypes = Dtypes.of(run.engine)
+        self.optimizer = run.engine.optimizer
         build_optimizer(self.optimizer, [torch.nn.Parameter(torch.zeros(64))])  # can refuse its settings
         self.numel = self.largest = 0
         self.moments = 0.0  # bytes per element; a mean, as Muon keeps half of what AdamW does
@@ -124,7 +125,8 @@ class Estimator:
         """
         if checkpointing not in self._probes:
             layers = self.run.model.n_layer
-            depths, rows = DEPTHS if layers > max(DEPTHS) else (layers,), []
+            depths = DEPTHS if layers > max(DEPTHS) else (layers,)
+            rows = []
             for micro_batch in MICRO_BATCHES:
                 found = [self._run_once(depth, micro_batch, checkpointing) for depth in depths]
                 rows.append([_on_line(layers, depths, values) for values in zip(*found, strict=True)])
@@ -155,7 +157,8 @@ class Estimator:
             loss_of(program, model(*program.batch())).backward()
             held = meter.peak_bytes - before
         sizes = [param.numel() for param in model.parameters()]
-        self.largest, seconds = max(self.largest, *sizes), sum(map(self.cluster.op_seconds, meter.work))
+        self.largest = max(self.largest, *sizes)
+        seconds = sum(map(self.cluster.op_seconds, meter.work))
         return sum(sizes), held, seconds, self._state_bytes(model)
 
     def _state_bytes(self, model: torch.nn.Module) -> int:
@@ -171,7 +174,8 @@ class Estimator:
             model = self.make(self.run, self.world.world_size).model()
         self.numel = sum(param.numel() for param in model.parameters())
         self.moments = self._state_bytes(model) / self.numel
-        zero, batch = self.run.engine.zero, resolve_batch(self.run.engine, self.world.world_size)
+        zero = self.run.engine.zero
+        batch = resolve_batch(self.run.engine, self.world.world_size)
         offloads = zero.offload_optimizer.device != "none", zero.offload_param.device != "none"
         away: Offloaded = "optimizer_and_param" if all(offloads) else "optimizer" if any(offloads) else "none"
         return self._states(Setting(zero.stage, away, False, batch.micro_batch, batch.accumulation))

@@ -175,7 +175,8 @@ class BackwardPasses:
 
     def take_loss(self, micro_batches: int) -> float | None:
         """This rank's losses, one for each micro-batch, added: once a step the CPU waits for them. None without any."""
-        losses, self._losses = [self._read(loss.reshape(1))[0] for loss in self._losses], []
+        losses = [self._read(loss.reshape(1))[0] for loss in self._losses]
+        self._losses = []
         return exact_sum(losses) * (micro_batches / len(losses)) if losses else None
 
     def aborted(self) -> bool:

@@ -273,7 +273,8 @@ class Engine(nn.Module):
         # 5 step: agree on finiteness and norm, unscale and clip, optimizer on the masters. The agreement is the one
         # place where ranks wait for one another's word, so everything that one rank knows alone travels in it.
         with self.comm.ranges.span("agree"):
-            words, count = zero.stage.gradients.norm_sq_partials(), self.batch.accumulation
+            words = zero.stage.gradients.norm_sq_partials()
+            count = self.batch.accumulation
             loss = self.passes.take_loss(count)
             agreement = agree(self.comm, words, loss, count, self.state.asked_to_stop, trouble is not None)
         # From here on all ranks hold the same agreement, so they take the same branch of everything below.
@@ -392,7 +393,8 @@ class Engine(nn.Module):
             raise MisuseError(f"the no_sync context manager is incompatible with {what}")
         if self.state.inside_no_sync:
             raise MisuseError("no_sync context manager reentry is unsupported: it is entered already")
-        self.state.inside_no_sync, self.state.step_without_sync = True, self.global_steps
+        self.state.inside_no_sync = True
+        self.state.step_without_sync = self.global_steps
         try:
             yield
         finally:

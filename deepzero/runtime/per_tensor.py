@@ -141,5 +141,6 @@ class StateBytes:
     def of(self, shape: Sequence[int]) -> int:
         """Bytes for a parameter of this shape."""
         shape = shape if len(shape) in self.kinds else [math.prod(shape)]
-        known, made = dict(zip(EXTENTS, shape, strict=False)), self.kinds.get(len(shape), ())
+        known = dict(zip(EXTENTS, shape, strict=False))
+        made = self.kinds.get(len(shape), ())
         return sum(size * math.prod(known.get(extent, extent) for extent in extents) for extents, size in made)

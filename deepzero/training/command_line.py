@@ -267,7 +267,8 @@ def remove_unused(run_dir: Path | None = None) -> None:
     """
     if NewFolders.noted is None:
         return
-    folder, stays = (run_dir or NewFolders.noted[0]).resolve(), NewFolders.noted[1]
+    folder = (run_dir or NewFolders.noted[0]).resolve()
+    stays = NewFolders.noted[1]
     with contextlib.suppress(OSError):  # what holds something stays
         found = list(folder.iterdir()) if stays in folder.parents else []
         # Another run may have been given the same folder: its lock stays.

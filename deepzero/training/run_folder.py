@@ -225,7 +225,8 @@ def load_start(
         elif run.train.init_from is not None:
             engine.load_checkpoint(run.train.init_from, load_module_only=True)
     except CheckpointError as error:  # the message says it all, and another attempt would read the same files
-        key, other = "train.init_from" if path is None else "train.resume", isinstance(error, OtherModel)
+        key = "train.init_from" if path is None else "train.resume"
+        other = isinstance(error, OtherModel)
         advice = "; set model.* as it was when that was saved" if other else ""
         if path is not None and not other:
             whole = ", where they are whole" if "damaged" in error.text else ""

@@ -87,7 +87,8 @@ def comparison(runs: Sequence[Run]) -> str:
     """The page."""
     short = [run.folder.name for run in runs]
     names = short if len(set(short)) == len(short) else [str(run.folder) for run in runs]
-    heading, limits = f"{len(runs)} runs beside each other", []
+    heading = f"{len(runs)} runs beside each other"
+    limits = []
     for run, name in zip(runs, names, strict=True):
         found = " ".join(limit.finding for limit in limits_of(run)) or "Nothing was measured that could say."
         limits.append(f"<p><b>{text(name)}.</b> {text(found)}</p>")

@@ -156,7 +156,8 @@ class UnreducedGradients:
             send_buffer[lo:hi].zero_()  # padding is summed and measured too, and the buffer held another bucket
         targets, gradients = list[torch.Tensor](), list[torch.Tensor]()
         for slot in bucket.slots:
-            key, target = id(group.params[slot.index]), send_buffer.narrow(0, slot.offset - bucket.offset, slot.numel)
+            key = id(group.params[slot.index])
+            target = send_buffer.narrow(0, slot.offset - bucket.offset, slot.numel)
             if (waiting := self._waiting.pop(key, None)) is None:
                 waiting = self._later.pop(key, None)
             if waiting is not None:

@@ -225,7 +225,8 @@ class WriteGuard:
             if param._version != version:
                 return param
         if bucket.shown:
-            start, itemsize = data_ptr(bucket.gathered), bucket.gathered.itemsize
+            start = data_ptr(bucket.gathered)
+            itemsize = bucket.gathered.itemsize
             start -= bucket.layout.offset * itemsize
             for param, slot in zip(params, slots, strict=True):
                 if data_ptr(param) != start + slot.offset * itemsize and slot.numel:
