@@ -7,12 +7,9 @@ import math
 import shutil
 from pathlib import Path
 
-import torch
-
 from deepzero.comm.ledger import side_of
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
-from deepzero.device import installed
 from deepzero.offload.file_offload import in_files
 from deepzero.offload.offload_plan import usable_cores
 from deepzero.offload.pinned_arena import available_host_bytes
@@ -46,17 +43,15 @@ def check_machine(run: RunConfig, make: MakeProgram, run_dir: Path, nproc: int, 
     except Exception:  # a model may train that cannot be made on the meta device
         log.debug("what the model and its optimizer take is not known before they are made", exc_info=True)
         return "\n".join(told)
-    sides = {"host": 0, "device": 0}
-    for category in states.keys() - in_files(run.engine.zero):
-        sides["host" if device == "cpu" else side_of(category)] += states[category]
-    of_gpu = math.inf if device == "cpu" else installed().total_memory(torch.device(device, 0))
-    for what, size, where, room in (
-        ("the model in fp32, which every rank makes before it is cut,", 4 * estimator.numel * nproc, "machine", free),
-        ("model states of all ranks", sides["host"] * nproc, "machine", free),
-        ("model states of a rank", sides["device"], "GPU", of_gpu),
+    # Of the host alone: whoever asks CUDA for a GPU's memory may hold a context there for as long as the run lasts.
+    here = states.keys() - in_files(run.engine.zero)
+    of_host = sum(states[category] for category in here if device == "cpu" or side_of(category) == "host")
+    for what, size in (
+        ("the model in fp32, which every rank makes before it is cut,", 4 * estimator.numel * nproc),
+        ("model states of all ranks", of_host * nproc),
     ):
-        if size > room:
-            there = f"this {where} has {short_bytes(room)} for it; what would fit, python -m tools.advise says"
+        if size > free:
+            there = f"this machine has {short_bytes(free)} for it; what would fit, python -m tools.advise says"
             told.append(f"{what} would take {short_bytes(size)}, and {there}")
     needed, left = round(estimator.numel * (4 + estimator.moments)), shutil.disk_usage(run_dir).free
     if run.train.save_every and needed > left:

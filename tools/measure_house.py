@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (521, 400),
     "deepzero/training": (1001, 380),
     "deepzero/compat": (3380, 1200),
-    "deepzero": (38_082, 23_500),
+    "deepzero": (38_077, 23_500),
     "tools": (6007, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_014, 17_000),
+    "tests": (32_013, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

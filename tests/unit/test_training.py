@@ -242,14 +242,13 @@ def test_a_second_run_with_a_folder_leaves_it_to_the_first(folder):
     (9, "cpu", {}, r"^launch\.nproc=9: this machine has 2 cores, and each rank waits for all others$"),
     (9, "cpu", {"memory": 1e9}, r"^launch\.nproc=9: so many processes take 1\.35 GB .* and 1 GB are free, on 2 cores;"),
     (1, "cpu", {"memory": 2e8}, r"^the model in fp32, .* 203\.5 MB, .*\nmodel states of all ranks .* 915\.6 MB"),
-    (2, "cuda", {"gpu": 1e8}, r"^model states of a rank would take \d+\.\d MB, and this GPU has 100 MB for it; "),
+    (2, "cuda", {"memory": 4e8}, r"^the model in fp32, [^\n]* 40\d\.\d MB, and this machine has 400 MB[^\n]*$"),
     (2, "cpu", {"disk": 6e8}, r"^a checkpoint takes 610\.\d MB, and the disk of \S+ has 600 MB left; make room, "),
 ])  # fmt: skip
 def test_room_is_asked_for_before_ranks_start(nproc, device, room, said, monkeypatch, tmp_path):
-    found = {"memory": 1e12, "gpu": 1e12, "disk": 1e12, **room}
+    found = {"memory": 1e12, "disk": 1e12, **room}
     monkeypatch.setattr(machine, "usable_cores", lambda: {0, 1})
     monkeypatch.setattr(machine, "available_host_bytes", lambda: found["memory"])
-    monkeypatch.setattr(machine, "installed", lambda: SimpleNamespace(total_memory=lambda _: found["gpu"]))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=found["disk"]))
     run = with_fallback_batch(compose(["model.n_embd=1024", "train_batch_size=72"]))
     try:
