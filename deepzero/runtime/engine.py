@@ -428,8 +428,6 @@ class Engine(nn.Module):
         # Its bytes are beside the step's: the predictions are of a step without it.
         with self.comm.ledger.aside():
             self.zero.stage.publish()
-        for group in self.zero.groups:
-            group.bump_param_versions()  # a graph that has saved the old values must raise, not use the new ones
 
     def before_writes(self) -> None:
         """Parameters and masters are about to be written: nothing old stays gathered, or on its way from the host."""

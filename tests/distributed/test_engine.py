@@ -354,3 +354,26 @@ def test_backward_that_raises(rank, world, stage):
     engine.module.broken = False
     step_on(engine, x)
     assert engine.last_step.grad_norm > 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks()
+def test_a_graph_of_before_the_step_raises(rank, world, stage):
+    """As in torch, where it would use the new weights; one of a skipped step, or of this accumulation, may run."""
+    for zero in ({}, {"overlap_param_gather": True})[: 1 if stage == 0 else 2]:
+        for precision in ("fp32", "fp16"):
+            scale = {"fp16": {"loss_scale": 8}} if precision == "fp16" else {}
+            engine = start(make_model(), stage=stage, precision=precision, zero=zero, optimizer=SGD, **scale)
+            old = engine(*make_batch(0, 2))
+            if scale:  # an overflow
+                engine.backward(engine(*make_batch(0, 2)) * math.inf)
+                engine.step()
+                engine.backward(old, retain_graph=True)
+                engine.backward(old, retain_graph=True)
+            engine.backward(engine(*make_batch(1, 2)))
+            engine.step()
+            assert engine.was_step_applied()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                engine.backward(old)
+            engine.discard_gradients()
+            one_step(engine, rank, world)

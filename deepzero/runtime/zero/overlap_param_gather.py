@@ -25,10 +25,10 @@ Stage 3, whose forward pass fetches in any case, does the first of it early: :cl
                           of their own.
 
     What remains are readers of which torch tells nobody: C++ code that is handed a parameter of a module that is not
-    called, ``torch.func`` transforms over the engine's own parameters, the backward pass of a graph of the step before.
-    They find NaN, never old values. And what has an address alone: a ``data_ptr()`` that was noted before the step, an
-    alias that a hook of the optimizer takes while it steps, one that was gained between two steps while another, held
-    since the engine was built, was lost. There the program uses the parameter once, and goes on.
+    called, ``torch.func`` transforms over the engine's own parameters. They find NaN, never old values. And what has an
+    address alone: a ``data_ptr()`` that was noted before the step, an alias that a hook of the optimizer takes while it
+    steps, one that was gained between two steps while another, held since the engine was built, was lost. There the
+    program uses the parameter once, and goes on.
 
 Source: ``overlap_param_gather`` of [Megatron-LM], whose users promise that a forward pass comes next.
 """
@@ -254,17 +254,20 @@ class OverlappedZeroStage1And2(ZeroStage1And2):
     def launch_all_gather(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
         """Launch the all-gather of a bucket that is stepped on, and hide its parameters until it is complete."""
         self._sent.add((group, bucket.index))
-        gather, parts = self._all_gather(group, bucket), self._hidden[group][bucket.index]
-        self._under_way.append(BucketUnderWay(parts, wait_upload, gather, self._home))
+        super().launch_all_gather(group, bucket, wait_upload)
+        parts = self._hidden[group][bucket.index]
+        self._under_way.append(BucketUnderWay(parts, *self._gathers.pop(), self._home))
         if group in self._exposed or len(parts) < len(bucket.slots):
             self._without_hook.append(self._under_way[-1])
 
+    def publish_bucket(self, i: int, bucket: Bucket) -> None:
+        """Publish a bucket that has not left while the others were stepped on: all, when a checkpoint is loaded."""
+        if (i, bucket.index) not in self._sent:
+            super().publish_bucket(i, bucket)
+
     def publish(self) -> None:
         """6: everything is under way. Wait for what could be read without a hook, see the note."""
-        # Between two steps, when a checkpoint is loaded, nothing has been stepped on.
-        for i, bucket in ((i, bucket) for i, group in enumerate(self.groups) for bucket in group.layout.buckets):
-            if (i, bucket.index) not in self._sent and not self.groups[i].placement.steps_on_host(bucket):
-                self.publish_bucket(i, bucket)
+        self.all_gather_dp_groups()
         self._sent.clear()
         while self._without_hook:
             self._without_hook.pop().wait()

@@ -264,9 +264,6 @@ class PartitionedParamGroup(ParamGroup):
         """None."""
         return []
 
-    def bump_param_versions(self) -> None:
-        """Nothing."""
-
     def refresh_data_ptrs(self) -> None:
         """Nothing."""
 

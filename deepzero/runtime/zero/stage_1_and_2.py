@@ -296,7 +296,7 @@ class ParamGroup:
         """This rank's part of ``bucket`` in the compute dtype, padding included; all of it where :attr:`replicated`."""
         if self.replicated:
             return bucket.of(self.flat_P)
-        return get_data_parallel_partitions(self.flat_P, bucket)[self.comm.rank]
+        return self.flat_P[bucket.part_start(self.comm.rank) :][: bucket.shard_numel]
 
     def param_fragment(self, fragment: Fragment) -> torch.Tensor:
         """This rank's elements of one parameter: 1-D, compute dtype."""
@@ -333,10 +333,11 @@ class ParamGroup:
                     update_master_from_param(master.view(-1), param.reshape(-1)[fragment.start :][: fragment.numel])
 
     def bump_param_versions(self) -> None:
-        """Tell autograd that every parameter changed in place, by an update that ``step()`` did not make."""
+        """Tell autograd that every parameter has changed: publishing writes behind its back, into the flat buffer."""
         # A backward pass that still holds the old values then raises instead of using the new ones.
-        torch.autograd.graph.increment_version(self.params)
-        self._versions = [param._version for param in self.params]
+        with torch._C.DisableTorchFunctionSubclass():  # no detour through Python for a number
+            torch.autograd.graph.increment_version(self.params)
+            self._versions = [param._version for param in self.params]
 
     @torch.no_grad()
     def write(self, index: int, values: torch.Tensor) -> None:
@@ -389,15 +390,17 @@ class ZeroStage1And2:
         # bucket of the group, as every rank owns a W-th of every bucket.
         self.bit16_groups = [group.params for group in groups]
         self.bit16_groups_flat = [group.flat_P for group in groups]
-        self.parallel_partitioned_bit16_groups = [
-            [get_data_parallel_partitions(flat, bucket) for bucket in group.layout.buckets]
-            for group, flat in zip(groups, self.bit16_groups_flat, strict=True)
-        ]
         self.single_partition_of_fp32_groups = [
             [group.master_of(bucket).detach() for bucket in group.layout.buckets] for group in groups
         ]
         # Under way: the upload of this rank's part, where that comes from the host, and the all-gather behind it.
         self._gathers: list[tuple[Callable[[], None] | None, Pending]] = []
+
+    @property
+    def parallel_partitioned_bit16_groups(self) -> list[list[tuple[torch.Tensor, ...]]]:
+        """Every rank's part of every bucket."""
+        parts = get_data_parallel_partitions
+        return [[parts(group.flat_P, bucket) for bucket in group.layout.buckets] for group in self.groups]
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
@@ -441,8 +444,13 @@ class ZeroStage1And2:
         ``wait_upload`` lets the current stream wait until my part has come from the host; None: it is there.
         """
         # The caller has ordered what is launched here behind the upload, on the upload's own stream; the compute stream
-        # waits for neither yet.
-        self._gathers.append((wait_upload, self._all_gather(group, bucket)))
+        # waits for neither yet. My part is in its place in ``whole`` already, and the others' arrive in theirs: no copy
+        # in, no copy out.
+        whole, padding = bucket.of(self.bit16_groups_flat[group]), bucket.padding_of(self.comm.rank)
+        with self.comm.ranges.span("publish", bucket.index, self.groups[group].names[bucket.slots[0].index]):
+            others = (self.comm.world_size - 1) * padding
+            gather = self.comm.all_gather(ALL_GATHER, whole, others, f"bucket {bucket.index}")
+        self._gathers.append((wait_upload, gather))
 
     def publish(self) -> None:
         """6: let every rank have every part of every bucket. Parameters are views of the buckets: the model is new."""
@@ -459,17 +467,16 @@ class ZeroStage1And2:
             for bucket in group.layout.buckets:
                 if not group.placement.steps_on_host(bucket):  # else ``uploaded`` has launched it
                     self.publish_bucket(i, bucket)
+            group.bump_param_versions()
 
     @torch.no_grad()
     def publish_bucket(self, i: int, bucket: Bucket) -> None:
         """Cast the masters of a bucket of ``groups[i]`` into my part of it, and launch its all-gather."""
-        replicated = self.groups[i].replicated
+        group = self.groups[i]
         # In fp32 the masters lie in the flat buffer, and were published by being written.
-        if self.groups[i].dtype != torch.float32:
-            parts = self.parallel_partitioned_bit16_groups[i][bucket.index]
-            mine = bucket.of(self.bit16_groups_flat[i]) if replicated else parts[self.comm.rank]
-            mine.copy_(self.single_partition_of_fp32_groups[i][bucket.index])
-        if not replicated:  # else every rank has every new master
+        if group.dtype != torch.float32:
+            group.param_shard(bucket).copy_(self.single_partition_of_fp32_groups[i][bucket.index])
+        if not group.replicated:  # else every rank has every new master
             self.launch_all_gather(i, bucket, None)
 
     def wait_all_gathers(self) -> None:
@@ -479,13 +486,6 @@ class ZeroStage1And2:
             if wait_upload is not None:
                 wait_upload()  # with one rank the all-gather is nothing, and orders nothing
             gather.wait()
-
-    def _all_gather(self, i: int, bucket: Bucket) -> Pending:
-        # My part is in its place in ``whole`` already, and the others' arrive in theirs: no copy in, no copy out.
-        padding = (self.comm.world_size - 1) * bucket.padding_of(self.comm.rank)
-        with self.comm.ranges.span("publish", bucket.index, self.groups[i].names[bucket.slots[0].index]):
-            whole = bucket.of(self.bit16_groups_flat[i])
-            return self.comm.all_gather(ALL_GATHER, whole, padding, f"bucket {bucket.index}")
 
     # ---- between steps -----------------------------------------------------------------------------------------------
 
