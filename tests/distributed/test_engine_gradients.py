@@ -248,6 +248,52 @@ def test_autograd_grad_through_experts(rank, world):
     assert results[0] == results[1]
 
 
+@on_ranks()
+def test_leaf_modules_that_share_a_bucket(rank, world):
+    """Each is complete once in a pass, and their bucket leaves once."""
+    torch.manual_seed(0)
+    model = Moe()
+    zero.set_z3_leaf_modules(model, ["Experts"])
+    engine = start(model, stage=3, bucket=10**6, zero=WHOLE)
+    engine.ledger.trace = True
+    engine.backward(engine(batch(0, rank), (torch.arange(6) + rank) % 3))
+    engine.step()
+    assert [(e.what, e.kind) for e in engine.ledger.events].count(("launch", "gradients.reduce_scatter")) == 1
+
+
+class TwoWays(nn.Module):
+    """With parameters that are trained, or without."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x, trained):
+        return (self.trained if trained else self.frozen)(x).square().sum()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks()
+def test_a_pass_that_reaches_no_parameter_on_one_rank(rank, world, stage):
+    """It counts as zeros, whatever the other micro-batches of the step are."""
+    norms = []
+    for maker in (None, start):
+        torch.manual_seed(0)
+        model = TwoWays()
+        engine = maker(model, stage=stage, gradient_accumulation_steps=3, overlap=True) if maker else model
+        for k in range(3):
+            for r in range(world) if maker is None else [rank]:
+                loss = engine(torch.full((2, 6), k + r + 1.0, requires_grad=True), r == 0 or k == 1)
+                (loss / world / 3).backward() if maker is None else engine.backward(loss)
+            if maker:
+                engine.step()
+        if maker is None:
+            norms.append(float(torch.cat([p.grad.reshape(-1) for p in model.trained.parameters()]).norm()))
+        else:
+            norms.append(pytest.approx(engine.last_step.grad_norm, rel=1e-6))
+    assert norms[0] == norms[1]
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 @on_ranks()
 def test_gradient_penalty(rank, world, stage):

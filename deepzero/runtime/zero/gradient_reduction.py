@@ -12,7 +12,7 @@ Steps 3 and 4 of a training step. One gradient's way::
 
 Stages 2 and 3 (with ``comm.world_size_invariant`` all) send the buckets of every micro-batch while autograd goes on,
 stages 0 and 1 the sums of all micro-batches once. All ranks launch buckets in one order, each as soon as it is complete
-and next; what no gradient has completed when the backward pass ends counts as zeros.
+and next. One that is incomplete when the backward pass ends leaves too, with zeros for the gradients that are missing.
 
 Sources: ``reduce_ipg_grads``, ``reduce_ready_partitions_and_remove_grads`` and
 ``independent_gradient_partition_epilogue`` in ``stage_1_and_2.py`` of [DeepSpeed].
@@ -21,7 +21,7 @@ Sources: ``reduce_ipg_grads``, ``reduce_ready_partitions_and_remove_grads`` and
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -85,6 +85,9 @@ class UnreducedGradients:
         self._later: dict[int, torch.Tensor] = {}
         # The count of references of a tensor that is held once: such a gradient is added to in place.
         self._alone = references(torch.empty(0))
+        # Where a bucket's gradients go in a send buffer, in their shapes: made once, as buffers last. By the storage's
+        # handle, which is no other one's while these views hold it.
+        self._targets: dict[tuple[int, int, int, int], list[torch.Tensor]] = {}
         # A sum of micro-batches in bf16 would lose what one in fp32 keeps.
         self.flat = [
             torch.zeros(group.layout.padded_numel, dtype=sum_dtype, device=group.device)
@@ -114,7 +117,7 @@ class UnreducedGradients:
         if flat is None and key not in waiting:  # most gradients, and nothing more is done for them
             waiting[key] = grad
         else:
-            self._add(waiting, key, grad, flat[slot.offset : slot.end] if flat is not None else None)
+            self._add(waiting, key, grad, flat[slot.offset : slot.end].view(grad.shape) if flat is not None else None)
 
     @outliving_pass()
     def _add(self, waiting: dict[int, torch.Tensor], key: int, grad: torch.Tensor, place: torch.Tensor | None) -> None:
@@ -135,7 +138,7 @@ class UnreducedGradients:
     def waiting_of(self, param: nn.Parameter) -> torch.Tensor | None:
         """1-D: what waits to be sent next of one parameter, or None."""
         grad = self._waiting.get(id(param), self._later.get(id(param)))
-        return _dense(grad) if grad is not None else None
+        return _dense(grad).reshape(-1) if grad is not None else None
 
     def waiting(self, g: int, bucket: Bucket) -> bool:
         """Whether any gradient of a bucket waits to be sent."""
@@ -154,10 +157,14 @@ class UnreducedGradients:
         group = self.groups[g]
         for lo, hi in self._gaps[g, bucket.index]:
             send_buffer[lo:hi].zero_()  # padding is summed and measured too, and the buffer held another bucket
+        place = (g, bucket.index, send_buffer.untyped_storage()._cdata, int(send_buffer.storage_offset()))
+        if (views := self._targets.get(place)) is None:
+            params = ((slot, group.params[slot.index]) for slot in bucket.slots)
+            views = [send_buffer[slot.offset - bucket.offset :][: slot.numel].view(p.shape) for slot, p in params]
+            self._targets[place] = views
         targets, gradients = list[torch.Tensor](), list[torch.Tensor]()
-        for slot in bucket.slots:
+        for slot, target in zip(bucket.slots, views, strict=True):
             key = id(group.params[slot.index])
-            target = send_buffer.narrow(0, slot.offset - bucket.offset, slot.numel)
             if (waiting := self._waiting.pop(key, None)) is None:
                 waiting = self._later.pop(key, None)
             if waiting is not None:
@@ -167,7 +174,7 @@ class UnreducedGradients:
                 target.zero_()
                 if name_unused:
                     self._unused.append(group.names[slot.index])
-        # One call copies them all: it flattens, casts, and lets autograd's tensors be freed while the pass goes on.
+        # One call copies them all, and casts. Only the list holds them now: they are freed when this returns.
         if targets:
             torch._foreach_copy_(targets, gradients)
 
@@ -194,8 +201,8 @@ class UnreducedGradients:
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
-    """A 1-D view of a gradient; ``nn.Embedding(sparse=True)`` makes sparse ones, which are filled up."""
-    return (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
+    """``nn.Embedding(sparse=True)`` makes sparse gradients, which are filled up."""
+    return grad.to_dense() if grad.is_sparse else grad
 
 
 def free_grad_in_param_list(params: Iterable[nn.Parameter]) -> None:
@@ -251,10 +258,10 @@ class GradientReducer:
             for position, (g, bucket) in enumerate(order)
             for slot in bucket.slots
         }
-        self._missing = [len(bucket.slots) for _, bucket in order]
+        self._missing = [*(len(bucket.slots) for _, bucket in order), 1]  # the last one: behind the end, never complete
         self._pass_began = False
-        # How often leaf modules with parameters in a bucket were complete in this pass, by position.
-        self._completions: dict[int, int] = {}
+        # Buckets that are sent twice in this pass, by position: a leaf module with parameters there was complete twice.
+        self._again: set[int] = set()
         # ``present``: a backward pass has ended since the last step. ``reduced``: gradients of this step have been
         # sent, so that the next ones are added to them in ``grad_S``.
         self.present = self.reduced = False
@@ -278,8 +285,9 @@ class GradientReducer:
             return
         self._count(param)
         # Most gradients end here. One that completes the bucket that is next launches it, and all complete ones behind.
-        for g, bucket in self._complete_buckets():
-            self._reduce_bucket(g, bucket, last_micro_batch)
+        while not self._missing[self._cursor]:
+            self._reduce_bucket(*self.order[self._cursor], last_micro_batch)
+            self._cursor += 1
 
     def leaf_grads_complete(self, params: Iterable[nn.Parameter], last_micro_batch: bool) -> None:
         """Count all gradients of some :attr:`leaf_params` as arrived; those that did not come count as zeros."""
@@ -287,23 +295,17 @@ class GradientReducer:
             return
         self._pass_began = True
         mine = [param for param in params if id(param) in self._position]
-        for position in {self._position[id(param)] for param in mine}:
-            self._completions[position] = self._completions.get(position, 0) + 1
+        self._again.update(self._position[id(param)] for param in mine if id(param) in self._seen)
         for param in mine:
             self._count(param)
-        for g, bucket in self._complete_buckets():
-            self._reduce_bucket(g, bucket, last_micro_batch)
+        while not self._missing[self._cursor]:
+            self._reduce_bucket(*self.order[self._cursor], last_micro_batch)
+            self._cursor += 1
 
     def _count(self, param: nn.Parameter) -> None:
         if (key := id(param)) not in self._seen:
             self._seen.add(key)
             self._missing[self._position[key]] -= 1
-
-    def _complete_buckets(self) -> Iterator[BucketRef]:
-        """The buckets that are complete and next in order."""
-        while self._cursor < len(self.order) and self._missing[self._cursor] == 0:
-            yield self.order[self._cursor]
-            self._cursor += 1
 
     def _sent_now(self, last_micro_batch: bool) -> bool:
         """Whether gradients of this backward pass are sent as they come."""
@@ -313,8 +315,9 @@ class GradientReducer:
     def backward_end(self, last_micro_batch: bool) -> None:
         """Launch what no further gradient will complete. A parameter without gradient counts as zeros."""
         self.present = True
-        if not self._sent_now(last_micro_batch) or not self._pass_began:
+        if not self._sent_now(last_micro_batch):
             return
+        # Also where the pass has reached no parameter on this rank: on others it has, and they have sent their buckets.
         for g, bucket in self.order[self._cursor :]:
             self._reduce_bucket(g, bucket, last_micro_batch)
         # A weight that is used inside and outside a reentrantly checkpointed block gets two gradients in one pass. The
@@ -322,7 +325,7 @@ class GradientReducer:
         # the sum's bits do not depend on what else is in the bucket.
         # Leaf modules: what waits differs between ranks, how often they were complete does not.
         for position, (g, bucket) in enumerate(self.order):
-            if self._completions.get(position, 0) > 1 or self.unreduced.waiting(g, bucket):
+            if position in self._again or self.unreduced.waiting(g, bucket):
                 self._reduce_bucket(g, bucket, last_micro_batch, again=True)
         self.unreduced.name_unused()
         self.forget_pass()
@@ -332,9 +335,9 @@ class GradientReducer:
         """Begin anew: the next gradient belongs to another backward pass."""
         self._cursor = 0
         self._pass_began = False
-        self._completions.clear()
+        self._again.clear()
         self._seen.clear()
-        self._missing = [len(bucket.slots) for _, bucket in self.order]
+        self._missing = [*(len(bucket.slots) for _, bucket in self.order), 1]
         self.unreduced.forget_pass()
 
     def _reduce_bucket(self, g: int, bucket: Bucket, last_micro_batch: bool, again: bool = False) -> None:
