@@ -100,7 +100,8 @@ class ModuleHooks:
         # Before every other pre-hook, since those may read weights (weight norm does); always_call, because an
         # exception in the module must not leave it on the stack, with its weights gathered.
         name = self._names[module]
-        before, after = self._pre_forward_hook(params, name, declared), self._post_forward_hook(params, name, leaf)
+        before = self._pre_forward_hook(params, name, counted=declared)
+        after = self._post_forward_hook(params, name, fetched_as_one=leaf)
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=declared),
             module.register_forward_hook(after, always_call=True),
@@ -119,9 +120,9 @@ class ModuleHooks:
 
     # ---- forward: hooks are plain functions, as dynamo can step around those, not around an object -------------------
 
-    # A small module finds its bucket there, and these hooks are all that it costs: they ask first, and act then.
+    # Most modules find their bucket gathered, and the hooks are all that they cost: they look before they call anyone.
 
-    def _pre_forward_hook(self, params: list[ZeroParameter], name: str, leaf: bool) -> Callable[..., None]:
+    def _pre_forward_hook(self, params: list[ZeroParameter], name: str, counted: bool) -> Callable[..., None]:
         coordinator, own = self.coordinator, keys_of(params)
 
         @torch.compiler.disable
@@ -131,28 +132,28 @@ class ModuleHooks:
             if not self._stack:
                 coordinator.begin_forward()
             # Entered before the fetch: the values that it shows belong to a module that is under way.
-            self._stack.append((module, self._become_innermost()))
+            self._stack.append((module, self._push_saved_tensor_hooks()))
             external = external_parameters(module)  # they may change
             keys = self._keys_with(params, external) if external else own
-            for key in keys:
+            for key in keys:  # as any() would, which costs a generator: one that is not there, or not shown?
                 if key not in coordinator.current or not coordinator.buckets[key].shown:
                     # Selective checkpointing numbers a block's operations; ours differ when it runs again, so it sees
                     # none.
                     with hide_from_checkpointing():
                         coordinator.fetch_sub_module(keys, name)
                     break
-            if leaf:
+            if counted:
                 self._count_leaf_call(module, args, kwargs)
 
         return pre_forward
 
-    def _post_forward_hook(self, params: list[ZeroParameter], name: str, leaf: bool) -> Callable[..., None]:
+    def _post_forward_hook(self, params: list[ZeroParameter], name: str, fetched_as_one: bool) -> Callable[..., None]:
         trail, after = self.coordinator.comm.trail, (f"forward, after {name}", f"backward, after {name}")
 
         @torch.compiler.disable
         def post_forward(module: nn.Module, args: Any, output: Any) -> None:
             """The module is over, or has raised. What it used is released by the next fetch."""
-            if leaf:
+            if fetched_as_one:
                 self._fetch_for_backward(self._keys_with(params, external_parameters(module)), name, output)
             # Its pre-hook did not run: another one raised before it.
             if not self._stack or self._stack[-1][0] is not module:
@@ -226,13 +227,16 @@ class ModuleHooks:
 
     # ---- what autograd saves -----------------------------------------------------------------------------------------
 
-    def _become_innermost(self) -> bool:
-        """What autograd saves from now on passes here first. Returns whether there is something to pop afterwards."""
+    def _push_saved_tensor_hooks(self) -> bool:
+        """What autograd saves from now on passes :meth:`pack` first. Returns whether there is something to pop."""
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        # torch runs only the innermost pair of hooks. Ours are there already where a module calls another. Or nothing
-        # is saved now, and each hook costs: generation under no_grad calls thousands of modules.
-        if outer[0] is self._packs if outer is not None else not torch.is_grad_enabled():
+        # torch runs only the innermost pair of hooks. Where a module calls another, ours are there already.
+        if outer is not None and outer[0] is self._packs:
             return False
+        # Nothing is saved now, and each hook costs: generation under no_grad calls thousands of modules.
+        if outer is None and not torch.is_grad_enabled():
+            return False
+        # Ours stand in front of others' (``_pack_before``).
         if outer is not None and getattr(getattr(outer[0], "func", None), "__self__", None) is self:
             return False
         # Any callable may be one: a functools.partial has no name.
@@ -343,7 +347,7 @@ class ModuleHooks:
         keys = tuple(bucket.key for bucket in buckets)
         # Outside of all modules nothing is shown, and so every use is noticed, every time.
         on_demand = bool(self._stack)
-        self._stack.append((module, self._become_innermost()))
+        self._stack.append((module, self._push_saved_tensor_hooks()))
         try:
             with hide_from_checkpointing():
                 self.coordinator.fetch_sub_module(keys, f"{where} ({what})", on_demand)
