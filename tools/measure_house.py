@@ -28,7 +28,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1674, 1150),
     "deepzero/comm": (4353, 2720),
     "deepzero/runtime": (4371, 3050),
-    "deepzero/runtime/zero": (5929, 4550),
+    "deepzero/runtime/zero": (5959, 4550),
     "deepzero/offload": (3596, 2500),
     "deepzero/checkpoint": (3650, 2610),
     "deepzero/launch": (696, 650),
@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (521, 400),
     "deepzero/training": (1001, 380),
     "deepzero/compat": (3380, 1200),
-    "deepzero": (38_082, 23_500),
+    "deepzero": (38_112, 23_500),
     "tools": (6007, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_082, 17_000),
+    "tests": (32_187, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -28,7 +28,7 @@ from deepzero.checkpoint.manifest import BATCH, COUNTERS
 from deepzero.comm import process_group
 from deepzero.comm.ledger import SNAPSHOT
 from deepzero.runtime.engine import Engine
-from deepzero.runtime.zero.parameter_all_gather import send_to_replicas
+from deepzero.runtime.zero.partitioned_bucket import renew_copies
 from deepzero.utils.exit_hooks import before_the_end
 
 log = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ class Checkpointer:
             for group in loader.holdings.frozen:
                 for bucket in group.buckets:
                     bucket.generation += 1
-                send_to_replicas(group.buckets)
+                renew_copies(group.buckets)
 
     def _take_counters(self, loader: Loader, optimizer: bool) -> None:
         engine, manifest = self.engine, loader.manifest

@@ -226,6 +226,7 @@ def test_init_keeps_parts_on_the_host(world):
         with deepzero.zero.Init(remote_device="cpu"):
             model = KINDS["plain"]()
         weight = model.blocks[0][1].weight
+        assert weight.device == GPU  # where its values will be, as in DeepSpeed
         with deepzero.zero.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
             assert weight.device == GPU
             weight.mul_(2)

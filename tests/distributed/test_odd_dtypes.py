@@ -16,6 +16,9 @@ NAMES = [
 ]
 DTYPES = [getattr(torch, name) for name in NAMES if hasattr(torch, name)]
 
+NUMEL = 5000
+"""Of a frozen parameter: of a shard of it not every element is compared."""
+
 
 def filled(dtype, rank, numel=6):
     """Bytes that are a value in any dtype, other ones on every rank."""
@@ -31,7 +34,7 @@ class Odd(nn.Module):
             self.register_buffer(f"buffer_{name}", filled(dtype, rank))
             self.register_buffer(f"scalar_{name}", filled(dtype, rank, 1)[0], persistent=False)
             if not dtype.is_complex and dtype is not torch.float64 and "int4" not in name:  # which torch cannot copy
-                self.register_parameter(f"frozen_{name}", nn.Parameter(filled(dtype, rank), requires_grad=False))
+                self.register_parameter(f"frozen_{name}", nn.Parameter(filled(dtype, rank, NUMEL), requires_grad=False))
         self.register_buffer("conjugate", filled(torch.complex64, rank).conj())
         self.register_buffer("apart", filled(torch.uint16, rank).view(2, 3).t())
 
@@ -39,9 +42,11 @@ class Odd(nn.Module):
         return self.linear(x).sum()
 
 
-def start_and_step(rank, world, settings):
+def start_and_step(rank, world, settings, init):
     """What every rank has of the odd ones, as bytes and dtypes; two steps are taken in between."""
-    engine, *_ = deepzero.initialize(model=Odd(rank), config=settings)
+    with deepzero.zero.Init(enabled=init):
+        model = Odd(rank)
+    engine, *_ = deepzero.initialize(model=model, config=settings)
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)))
         engine.step()
@@ -52,16 +57,16 @@ def start_and_step(rank, world, settings):
     return {name: (str(t.dtype), t.contiguous().view(-1).view(torch.uint8).tolist()) for name, t in tensors.items()}
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_odd_dtypes(ranks, stage):
+@pytest.mark.parametrize(("stage", "init"), [(0, False), (2, False), (3, False), (3, True)])
+def test_odd_dtypes(ranks, stage, init):
     settings = config(stage=stage, precision="bf16", zero={"stage3_param_persistence_threshold": 4})
-    first, second = ranks.run(start_and_step, settings, world_size=2)
+    first, second = ranks.run(start_and_step, settings, init, world_size=2)
     assert first == second
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         assert first[f"buffer_{name}"] == (str(dtype), filled(dtype, 0).view(torch.uint8).tolist())
     for name in ("uint16", "int16", "bits8", "float4_e2m1fn_x2"):
-        assert first[f"frozen_{name}"][1] == filled(getattr(torch, name), 0).view(torch.uint8).tolist()
+        assert first[f"frozen_{name}"][1] == filled(getattr(torch, name), 0, NUMEL).view(torch.uint8).tolist()
 
 
 @on_ranks()
@@ -70,3 +75,13 @@ def test_a_sparse_buffer(rank, world):
     model.register_buffer("graph", torch.eye(4).to_sparse())
     with pytest.raises(ConfigError, match=r"buffer 'graph' is torch.sparse_coo"):
         deepzero.initialize(model=model, config=config(stage=2))
+
+
+@on_ranks()
+def test_fp64_parameters_are_refused_by_name(rank, world):
+    with deepzero.zero.Init():
+        model = nn.Linear(64, 64, dtype=torch.float64)
+    with deepzero.zero.GatheredParameters(model.weight):
+        assert model.weight.isfinite().all()
+    with pytest.raises(ConfigError, match=r"parameter 'weight' is torch.float64"):
+        deepzero.initialize(model=model, config=config(stage=3))

@@ -1,5 +1,7 @@
 """What users do to partitioned parameters that they should not, or that is rare: it works, or it raises and goes on."""
 
+import shutil
+import tempfile
 from functools import partial
 from unittest import mock
 
@@ -10,10 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 import deepzero
 from deepzero import zero
+from deepzero.comm import process_group
 from deepzero.health.desync_watchdog import RankLeftError
 from deepzero.runtime.consistency import RankMismatchError
 from deepzero.runtime.zero import gradient_reduction
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD
+from deepzero.runtime.zero.partition_parameters import ZeroParameter
 from deepzero.zero import GatheredParameters, PartitionedUseError
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_stage3_models import Base, Moe, batch, make
@@ -28,7 +32,7 @@ def engine_of(frozen=False, **changes):
 
 
 def step(engine, rank, number=0):
-    engine.backward(engine(batch(number, rank)))
+    engine.backward(engine(engine.zero.dtypes.cast(batch(number, rank))))
     engine.step()
     return engine.last_step.loss, engine.last_step.grad_norm
 
@@ -74,6 +78,38 @@ def through_data(rank, world):
 
 def two_steps(engine, rank):
     return [step(engine, rank, number) for number in (0, 1)]
+
+
+@pytest.mark.parametrize(("precision", "modifier"), [("fp32", None), ("bf16", 0)])
+@on_ranks()
+def test_what_is_held_over_a_step_or_a_load_has_the_new_values(rank, world, precision, modifier):
+    """And the next forward pass computes with them. What is held when the engine ends stays, whole and plain."""
+    held, plain = (engine_of(bucket=100, precision=precision, frozen=True) for _ in range(2))
+    first, second = held.module.first, held.module.second
+    with GatheredParameters([first.weight, second.weight], modifier_rank=modifier):
+        first.bias.all_gather()
+        assert two_steps(held, rank) == two_steps(plain, rank)
+        first.bias.partition()
+    assert held.params_sha256() == plain.params_sha256()
+    folder = process_group.broadcast_object(tempfile.mkdtemp())
+    plain.save_checkpoint(folder)
+    step(held, rank)
+    with GatheredParameters(second.weight, modifier_rank=0), torch.no_grad():
+        second.weight.zero_()
+    context = GatheredParameters([first.weight, second.weight], modifier_rank=modifier)
+    with context:
+        held.load_checkpoint(folder)
+        with GatheredParameters(plain.module.parameters()):
+            assert torch.equal(first.weight, plain.module.first.weight)
+            assert torch.equal(second.weight, plain.module.second.weight)
+    assert held.params_sha256() == plain.params_sha256()
+    with context:
+        held.destroy()
+    with GatheredParameters(plain.module.parameters()):
+        pairs = zip(held.module.parameters(), plain.module.parameters(), strict=True)
+        assert all(type(mine) is nn.Parameter and torch.equal(mine, other) for mine, other in pairs)
+    if rank == 0:
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -162,6 +198,25 @@ def two_engines(rank, world):
     with pytest.raises(deepzero.ConfigError, match="belongs to another engine"):
         start(nn.Sequential(student.module), stage=3)
     step(student, rank, 1)
+
+
+def beside_an_open_init(rank, world):
+    """A model is built while another one trains: only its own parameters are written by constructors."""
+
+    def step_inside(engine, number):
+        second = engine.module.second
+        with zero.Init():
+            layer = nn.Linear(37, 24)
+            with torch.no_grad():
+                layer.weight.copy_(second.weight)
+            with GatheredParameters([layer.weight, second.weight]):
+                assert torch.equal(layer.weight, second.weight)
+            for param in (second.weight, second.bias) if isinstance(second.weight, ZeroParameter) else ():
+                with pytest.raises(PartitionedUseError, match="cannot be written"):
+                    nn.init.ones_(param)
+            return step(engine, rank, number)
+
+    same_in_stages_2_and_3(lambda stage: make("outside"), step_inside)
 
 
 def sparse(rank, world):
@@ -292,7 +347,7 @@ def a_shorter_step(rank, world):
 
 
 CASES = [neighbours, through_data, load_on_the_way, gather_between, inference, two_engines, sparse, checkpointed_engine]
-CASES += [mixed_meta, broken_off, stopped_by_ctrl_c]
+CASES += [beside_an_open_init, mixed_meta, broken_off, stopped_by_ctrl_c]
 CASES += [broken_off_when_gathered, gradient_of_the_input, hooks_without_a_name, a_shorter_step]
 
 

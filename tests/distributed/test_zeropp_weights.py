@@ -1,12 +1,14 @@
 """qwZ, hpZ and MiCS: how parameters are gathered changes neither bits (hpZ, MiCS) nor anything that is not stated."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import deepzero
+from deepzero.runtime.zero import partition_plan
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import (
     WHOLE,
@@ -18,6 +20,7 @@ from tests.distributed.training import (
     check_same_bits,
     config,
     go,
+    is_gathered,
     make_model,
     my_micro_batches,
     one_step,
@@ -140,6 +143,37 @@ def test_frozen_weights_alone(rank, world):
         kept = engine.module.embed.weight.detach().clone()
     assert torch.equal(kept, make_model().embed.weight.detach().bfloat16())
     assert quantised == {True: False, False: True}
+
+
+@pytest.mark.parametrize("how", [QWZ, {**QWZ, "zero_hpz_partition_size": 2}], ids=["qwZ", "hpZ"])
+@on_ranks()
+def test_a_shard_that_cannot_be_read_leaves_nothing_behind(rank, world, how):
+    """As from a disk: no buffer stays taken, and when it can be read again all goes on."""
+    engines = [start(make_model(), stage=3, bucket=700, zero=how) for _ in range(2)]
+    coordinator = engines[0].stage.coordinator
+    unreadable = coordinator.buckets[1].gather.source
+    for _ in range(2):
+        with mock.patch.object(unreadable, "fetch_shard", side_effect=OSError("disk")):
+            with pytest.raises(OSError, match="disk"):
+                one_step(engines[0], rank, world)
+            engines[0].discard_gradients()
+            with pytest.raises(OSError, match="disk"), deepzero.zero.GatheredParameters(engines[0].module.parameters()):
+                pass
+        assert not any(bucket.gather_refs or is_gathered(bucket.params[0]) for bucket in coordinator.buckets)
+        assert not coordinator.gather_buffers()
+    for engine in engines:
+        one_step(engine, rank, world)
+    assert engines[0].params_sha256() == engines[1].params_sha256()
+
+
+@on_ranks()
+def test_a_setting_without_anything_to_work_on_is_named(rank, world):
+    with mock.patch.object(partition_plan.log, "warning") as said:
+        nothing = {"zero_quantized_weights": True, "mics_shard_size": 2, "stage3_param_persistence_threshold": 10**6}
+        start(make_model(), stage=3, zero=nothing)
+        start(make_model(), stage=3, zero={**WHOLE, "zero_quantized_nontrainable_weights": True})
+    names = ["zero_quantized_weights", "mics_shard_size", "zero_quantized_nontrainable_weights"]
+    assert [call.args[1] for call in said.call_args_list] == (names if rank == 0 else [])
 
 
 class Looks(TinyModel):

@@ -240,7 +240,7 @@ class WriteGuard:
         bucket, mine = self.bucket, self._shard_within()
         shard = bucket.shard.to(mine.device)  # one in host memory is copied
         # Bits are compared: a NaN equals itself, and -0.0 is not 0.0.
-        bits = torch.int32 if mine.itemsize == 4 else torch.int16
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[mine.itemsize]
         expected = shard[::step] if self._samples is None else self._samples
         if torch.equal(mine[::step].view(bits), expected.view(bits)):
             return None

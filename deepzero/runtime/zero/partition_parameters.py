@@ -59,6 +59,7 @@ from deepzero.runtime.zero.parameter_all_gather import (
     PlainAllGather,
     send_to_replicas,
 )
+from deepzero.runtime.zero.partition_plan import is_real
 from deepzero.runtime.zero.partitioned_bucket import INIT_KEY, PartitionedBucket, ZeroParamStatus
 from deepzero.utils.dispatch import hide_from_checkpointing
 
@@ -175,8 +176,8 @@ class PartitionedParameter(ZeroParameter):
         if func in READS_WITHOUT_VALUES and isinstance(args[0], PartitionedParameter):
             return _detached(args[0], func)
         name = getattr(func, "__name__", str(func))
-        # A constructor inside zero.Init may do anything.
-        if Init.entered:
+        # A constructor inside zero.Init may do anything with what is the context's own.
+        if Init.entered and any(p._zero.placed()[0].key == INIT_KEY for p in parameters_in((args, kwargs))):
             return Init.entered[0]._write_through(func, args, kwargs)
         if func is Tensor.copy_ and isinstance(args[0], PartitionedParameter):
             return _copy_into_shard(*args, **kwargs)
@@ -479,7 +480,7 @@ class Init:
     def _partition_own(self, module: nn.Module) -> None:
         """Cut a module's own parameters, not those of modules inside it."""
         for name, param in module._parameters.items():
-            if param is not None and _has_values(param) and param.is_floating_point() and param.numel() > 0:
+            if param is not None and _can_be_partitioned(param):
                 self._partition_param(param, f"{type(module).__name__}.{name}")
 
     @torch.no_grad()
@@ -498,7 +499,7 @@ class Init:
         bucket.write(zero_param, values)
         self._freed_bytes += values.nbytes
         del values
-        zero_param.hide(shard.dtype, self._shard_device)
+        zero_param.hide(shard.dtype, comm.device)
         if self._freed_bytes >= TRIM_BYTES:
             self._freed_bytes = 0
             return_freed_memory()
@@ -515,8 +516,10 @@ class Init:
         # First what earlier writes have left whole, so that at most one operation's parameters are.
         self._partition_again(only_unseen=True)
         params = partitioned_in((args, kwargs))
-        # The parameters themselves, each alone in its bucket: ``params`` may be aliases of them.
-        whole = GatheredParameters([bucket.params[0] for bucket in _buckets_of(params)], modifier_rank=0)
+        # The parameters themselves: ``params`` may be aliases of them.
+        records = {param._zero for param in params}
+        themselves = [p for bucket in _buckets_of(params) for p in bucket.params if p._zero in records]
+        whole = GatheredParameters(themselves, modifier_rank=0)
         whole.kinds = SETUP, "setup.broadcast"
         whole.__enter__()
         # References of our own: more of them are views, through which a later line of the constructor may write.
@@ -540,10 +543,11 @@ class Init:
                 whole.__exit__(None)
 
 
-def _has_values(param: nn.Parameter) -> bool:
-    """Whether ``param`` can be cut: neither cut already, with the first of its modules, nor without memory so far."""
+def _can_be_partitioned(param: nn.Parameter) -> bool:
+    """Whether ``param`` has numbers, and is neither cut already, with the first of its modules, nor without memory."""
     # A lazy parameter has no shape yet. One on ``meta`` gets its values by ``to_empty`` or :func:`materialize`.
-    return not (isinstance(param, ZeroParameter) or nn.parameter.is_lazy(param) or param.is_meta)
+    without = isinstance(param, ZeroParameter) or nn.parameter.is_lazy(param) or param.is_meta
+    return not without and is_real(param) and param.numel() > 0
 
 
 def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParameter]) -> Any:
@@ -630,7 +634,7 @@ class GatheredParameters:
     Every rank enters with the same parameters. A write is made on ``modifier_rank``, whose values all ranks take over
     when the context ends, each keeping its shard. A write to a partitioned parameter without ``modifier_rank`` would
     vanish; it raises. Parameters that are whole anyway (stages 0-2, persistent ones) may be among them; a write to one
-    stays, as it does outside, and has to be the same on all ranks.
+    stays, as it does outside, and has to be the same on all ranks. A step or a load inside shows its new values.
 
     Args:
         params: one parameter, or any iterable of them; None (the bias of a layer without) is passed over.
@@ -685,11 +689,16 @@ class GatheredParameters:
         for bucket in self.buckets:
             bucket.gather_refs += 1
             bucket.release_when_unreferenced |= bucket.status is ZeroParamStatus.NOT_AVAILABLE
-        _all_gather_params(self.buckets, self.kinds[0])
-        for bucket in self.buckets:
-            bucket.show()
-            # What was here may have been decoded from quantised messages; the program reads the very values.
-            bucket.gather_again(self.kinds[0], exact=True)
+        try:
+            _all_gather_params(self.buckets, self.kinds[0])
+            for bucket in self.buckets:
+                bucket.show()
+                # What was here may have been decoded from quantised messages; the program reads the very values.
+                bucket.gather_again(self.kinds[0], exact=True)
+        except BaseException as error:  # a disk's: what has come goes again
+            _all_gather_params([b for b in self.buckets if b.status is ZeroParamStatus.INFLIGHT], self.kinds[0])
+            self.__exit__(type(error))
+            raise
 
     @torch.no_grad()
     def __exit__(self, kind: Any, *_: object) -> None:
@@ -703,7 +712,8 @@ class GatheredParameters:
                     self._take_over(self.modifier_rank)
                 # A write that was not taken over is refused: without ``modifier_rank``, or to a neighbour in a bucket.
                 for bucket in self.buckets:
-                    bucket.writes.check(every_element=True)  # as nothing hurries
+                    if bucket.params:  # else its engine was destroyed meanwhile: they have their values for good
+                        bucket.writes.check(every_element=True)  # as nothing hurries
                 complete = True
         finally:
             for bucket in self.buckets:
@@ -715,7 +725,8 @@ class GatheredParameters:
                     continue
                 if bucket.release_when_unreferenced:
                     bucket.release_when_unreferenced = False
-                    bucket.release(discard=not complete)
+                    if bucket.status is ZeroParamStatus.AVAILABLE:
+                        bucket.release(discard=not complete)
                     continue
                 # A module of a pass uses it too, and goes on with the values that it would have had without us.
                 if complete:

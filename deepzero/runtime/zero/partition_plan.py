@@ -131,8 +131,9 @@ def _name_idle_switches(config: ZeroConfig, layouts: Mapping[bool, Sequence[Flat
     """Log which of ZeRO++'s settings have nothing to work on in this model."""
     names = [] if any(layouts.values()) else ["zero_quantized_weights", "zero_hpz_partition_size", "mics_shard_size"]
     names += [] if layouts[True] else ["zero_quantized_nontrainable_weights"]
+    off = {"zero_hpz_partition_size": 1, "mics_shard_size": -1}
     for name in names:
-        if getattr(config, name) not in (False, 1, -1):
+        if getattr(config, name) != off.get(name, False):
             log.warning(
                 "zero.%s does nothing here: no %sparameter has more than stage3_param_persistence_threshold=%d "
                 "elements, so none is partitioned",

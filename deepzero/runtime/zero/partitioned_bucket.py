@@ -19,7 +19,7 @@ from deepzero.comm.chaos import storage_ptr_of
 from deepzero.layout import Bucket, ParamSlot
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.guards import WriteGuard, check_on_device, write_lost
-from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
+from deepzero.runtime.zero.parameter_all_gather import ON_REQUEST, PlainAllGather, send_to_replicas
 from deepzero.utils.dispatch import outliving_pass
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ class PartitionedBucket:
         try:
             self.gathered_by.launch(kind, self)
         except BaseException:  # a disk's: nothing is under way, and the bucket is as it was
+            self.gathered_by.finish()  # gives back what messages would have come to
             self._gathered = buffer = None  # type: ignore[assignment]
             del self.pool.owners[address]
             if not self.in_place:
@@ -219,11 +220,21 @@ class PartitionedBucket:
             return
         if self.gathered_by.quantizes:
             self.writes.check()
+        self._refill(kind, gather)
+
+    def _refill(self, kind: str, gather: PlainAllGather) -> None:
         # Into the same buffer, so that views which modules and autograd hold see the other values, too.
         self.gathered_by = gather
         gather.launch(kind, self)
         gather.finish()
+        self.pool.owners[storage_ptr_of(self.gathered)] = (self, self.generation)
         self.writes.snapshot()
+
+    @outliving_pass()
+    def renew_held(self) -> None:
+        """The shards have new values: what the program holds gathered over a step or a load follows. A collective."""
+        if self.gather_refs:
+            self._refill(ON_REQUEST, self.gathered_by)
 
     def _expect(self, status: ZeroParamStatus, verb: str) -> None:
         if self.status is not status:
@@ -258,3 +269,10 @@ class PartitionedBucket:
             if values.data_ptr() != shown.data_ptr():
                 shown.copy_(values.view(shown.shape))
             self.writes.snapshot_samples()
+
+
+def renew_copies(buckets: Sequence[PartitionedBucket]) -> None:
+    """The shards have new values: secondary shards follow, and what the program holds gathered. A collective."""
+    send_to_replicas(buckets)
+    for bucket in buckets:
+        bucket.renew_held()

@@ -58,7 +58,7 @@ from deepzero.runtime.zero.partition_parameters import (
     unpartition,
 )
 from deepzero.runtime.zero.partition_plan import build_pool, fetch_limits, gather_builders, is_real
-from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
+from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket, renew_copies
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage_1_and_2 import (
     HostAllocator,
@@ -255,7 +255,7 @@ class PartitionedParamGroup(ParamGroup):
         """Before a step: a write to a gathered parameter is refused; permitted ones have been taken over already."""
         for bucket in self.buckets:
             if bucket.status is ZeroParamStatus.AVAILABLE:
-                bucket.writes.check()
+                bucket.writes.check(every_element=bucket.gather_refs > 0)  # what the program holds is gathered anew
 
     # Partitioned parameters show values only while a module runs: a write is refused, or accepted, at once, and a
     # bucket counts generations.
@@ -399,7 +399,7 @@ class ZeroStage3(ZeroStage1And2):
                 # Where the CPU steps, its kernel has written the cast parameters, and ``uploaded`` has counted them.
                 if not group.placement.steps_on_host(bucket.layout) and bucket not in self._updated:
                     group.cast_masters(bucket)
-        send_to_replicas([bucket for group in self.partitioned for bucket in group.buckets])
+        renew_copies([bucket for group in self.partitioned for bucket in group.buckets])
         self.wait_all_gathers()
 
     # ---- between steps -----------------------------------------------------------------------------------------------

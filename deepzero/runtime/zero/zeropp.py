@@ -175,8 +175,8 @@ class SecondaryAllGather(PlainAllGather):
         """Inside the group if the secondary shards serve this gather; else over all ranks, to be kept in them."""
         training, group, inner = kind in TRAINING, self.group, self.inner
         if self._generation != into.generation or (training and not self._for_training):
+            inner.launch(kind, into)  # from a disk it may raise, and then nothing arrives
             self._arriving, self._for_training = into.generation, training or self.frozen
-            inner.launch(kind, into)
             return
         # The group's secondary shards, end to end, are the W messages: what arrives is bit for bit what arrived first.
         messages = inner.receive_into(into.gathered)
