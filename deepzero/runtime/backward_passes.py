@@ -8,7 +8,8 @@ outputs (the begin, and the loss), on every trained parameter (step 3, gradient 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from deepzero.runtime.consistency import exact_sum
 from deepzero.runtime.home_stream import HomeStream
 from deepzero.runtime.loss_scaler import LossScaler
 from deepzero.runtime.pytree import output_tensors, scalar_loss
+from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
 
 log = logging.getLogger(__name__)
 
@@ -29,24 +31,23 @@ class BackwardPasses:
     """Drives a stage of ZeRO from autograd's hooks, and keeps the losses of an optimizer step.
 
     Args:
-        trained: parameters that get gradients.
-        stage: ``reduce_ready_gradient``, ``backward_end`` and ``forget_pass`` are called.
+        stage: any of the stages; ``build.py:_build_stage`` chooses it.
         scaler: its scale multiplies losses.
         comm: its ledger gets the events ``gradient_ready`` and ``backward_end``.
-        last_micro_batch: whether the micro-batch under way is the last one of its optimizer step.
+        is_reduction_boundary: whether the micro-batch under way is its step's last one, and not inside ``no_sync``.
         check: called with ``"backward"`` where a pass begins; raises when no pass may run.
     """
 
     def __init__(
         self,
-        trained: Iterable[nn.Parameter],
-        stage: Any,
+        stage: ZeroStage1And2,
         scaler: LossScaler,
         comm: Communicator,
-        last_micro_batch: Callable[[], bool],
+        is_reduction_boundary: Callable[[], bool],
         check: Callable[[str], None],
     ) -> None:
-        self._stage, self._scaler, self._last_micro_batch, self._check = stage, scaler, last_micro_batch, check
+        self._stage, self._scaler = stage, scaler
+        self._is_reduction_boundary, self._check = is_reduction_boundary, check
         self._ledger, self._ranges, self._read = comm.ledger, comm.ranges, comm.read
         self.count = 0
         """Backward passes that have ended since the last boundary."""
@@ -55,13 +56,15 @@ class BackwardPasses:
         # The loss of the pass under way: as it was given to us, or put together from the outputs it went through.
         self._given_loss: torch.Tensor | None = None
         self._seen_loss: torch.Tensor | None = None
-        # Whether the pass under way is engine.backward's, and whether it carries the loss scale.
-        self._inside_backward = self._loss_is_scaled = self._warned_unscaled = False
-        # Whether the end of the pass under way will be told, whether it has reached a parameter; and whether it is of
-        # the step's last micro-batch.
-        self._armed = self._reached = self._is_last = False
+        # Whether the pass under way is engine.backward's, whether it carries the loss scale, has reached a parameter,
+        # and is of the step's last micro-batch.
+        self._inside_backward = self._loss_is_scaled = self._reached = self._at_boundary = False
+        # What autograd calls at the end of the pass under way, and drops with a pass that breaks off.
+        self._armed: weakref.ref[Callable[..., None]] | None = None
+        self._warned_unscaled = False
         self._home = HomeStream(comm.device)
         ready = self._home.param_hook(self._gradient_ready)  # autograd may call it on another stream
+        trained = (param for group in stage.gradients.groups for param in group.params)
         self._handles = [param.register_post_accumulate_grad_hook(ready) for param in trained]
 
     # ---- where a pass begins -----------------------------------------------------------------------------------------
@@ -97,7 +100,7 @@ class BackwardPasses:
     def _scale_loss(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
         """``loss * factor``, marked: a backward pass that begins there carries the loss scale."""
         self._check("backward")
-        if factor == 1:
+        if factor == 1 and self._scaler.scale == 1:
             return loss
         scaled = loss * factor
         scaled.register_hook(self._scaled_pass_begins)
@@ -125,23 +128,27 @@ class BackwardPasses:
         """Ask the autograd engine to call :meth:`_end` at the end of the backward pass that is under way."""
         # The callback must be queued from the *outermost* pass: reentrant checkpointing runs passes inside it, which
         # end earlier. The gradients of the model's outputs come first, and arm; a parameter's when nothing else has.
-        if not self._armed:
-            self._armed, self._is_last = True, self._last_micro_batch()
-            Variable._execution_engine.queue_callback(self._home.hook(self._end))
+        if self._armed is not None and self._armed() is not None:
+            return
+        if self._armed is not None:
+            self._forget()  # one before this one, which broke off
+        end = self._home.hook(self._end)
+        self._armed, self._at_boundary = weakref.ref(end), self._is_reduction_boundary()
+        Variable._execution_engine.queue_callback(end)
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
     def _gradient_ready(self, param: nn.Parameter) -> None:
         """Autograd's own hook, of each parameter whose ``.grad`` is complete."""
-        if not self._armed:
+        if not self._reached:  # the first of the pass
             self._arm()
-        self._reached = True
+            self._reached = True
         self._ledger.note("gradient_ready")
         with torch._C.DisableTorchFunctionSubclass():  # asking for .grad needs no values: no detour through Python
             # Only fp16 has a scale other than 1. A pass that began at a scaled loss has scaled every gradient already.
             if self._scaler.scale != 1 and not self._loss_is_scaled and param.grad is not None:
                 param.grad = self._with_loss_scale(param.grad)
-            self._stage.reduce_ready_gradient(param, self._is_last)
+            self._stage.reduce_ready_gradient(param, self._at_boundary)
 
     @torch.no_grad()
     def _with_loss_scale(self, grad: torch.Tensor) -> torch.Tensor:
@@ -164,12 +171,12 @@ class BackwardPasses:
         self.count += 1
         if loss is not None:
             self._losses.append(loss)
-        self._stage.backward_end(self._is_last)
+        self._stage.backward_end(self._at_boundary)
         self._ledger.note("backward_end")
 
     def _forget(self) -> None:
-        self._armed = self._reached = self._loss_is_scaled = False
-        self._given_loss = self._seen_loss = None
+        self._reached = self._loss_is_scaled = False
+        self._armed = self._given_loss = self._seen_loss = None
 
     # ---- between steps -----------------------------------------------------------------------------------------------
 
@@ -177,13 +184,15 @@ class BackwardPasses:
         """This rank's losses, one for each micro-batch, added: once a step the CPU waits for them. None without any."""
         losses = [self._read(loss.reshape(1))[0] for loss in self._losses]
         self._losses = []
+        # A micro-batch of several passes has several, and counts once, by their mean; so does one without any.
         return exact_sum(losses) * (micro_batches / len(losses)) if losses else None
 
     def aborted(self) -> bool:
         """Whether a backward pass has reached parameters, never ended, and is not under way now."""
         if torch._C._current_graph_task_id() != -1:
             return False
-        self._armed &= self._reached  # one that broke off before it reached a parameter has left nothing behind
+        if not self._reached:
+            self._forget()  # one that broke off before it reached a parameter leaves nothing behind
         return self._reached
 
     def discard(self) -> None:

@@ -300,10 +300,7 @@ def place_model(
 
 
 def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, planned: Sequence[GroupPlan], comm: Communicator) -> None:
-    """All ranks step with one kernel, chosen for the whole model, so that no bit depends on how it is cut.
-
-    A collective.
-    """
+    """All ranks step with one kernel, chosen for the whole model: no bit depends on how it is cut. A collective."""
     offloads = any(group.optimizer_buckets for group in planned)
     # The optimizer still holds the model's parameters, which may lie on a GPU, or be what ``zero.Init`` has left of
     # them: neither their device nor their dtype is that of the masters which the CPU will step on.

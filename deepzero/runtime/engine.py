@@ -15,8 +15,9 @@ sequences. The learning-rate schedule advances with every applied step.
 
 Three intended differences. A plain ``loss.backward()`` works in every stage and precision: fp16's loss scale is then
 applied to each parameter's gradient, too late for what has underflowed, and said so. NaN gradients in bf16 and fp32
-stop the run instead of silently skipping steps. And gradients are averaged, unscaled and clipped by one fp32 division
-after all additions (``optimizer_shard.py``, which names the one exception: fp16 summed by the backend).
+stop the run instead of silently skipping steps (bf16's ``check_grad_overflow`` skips a few). And gradients are
+averaged, unscaled and clipped by one fp32 division after all additions (``optimizer_shard.py``, which names the one
+exception: fp16 summed by the backend).
 
 Checkpoints, ``offload_states``, offloaded activations and printing enter through three lists of callables
 (``preconditions``, ``around_forward``, ``on_step``): what ``deepzero.initialize`` returns, a
@@ -40,7 +41,7 @@ from deepzero.comm.flight_recorder import DesyncError
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.backward_passes import BackwardPasses
-from deepzero.runtime.build import build_zero
+from deepzero.runtime.build import ZeroComponents, build_zero
 from deepzero.runtime.consistency import StepAgreement, agree
 from deepzero.runtime.diagnostics import find_bad_gradient
 from deepzero.runtime.loss_scaler import build_loss_scaler
@@ -49,11 +50,11 @@ from deepzero.runtime.zero.optimizer_shard import clip_divisor
 from deepzero.runtime.zero.tensor_fragment import TensorFragments
 from deepzero.utils.errors import MisuseError
 
-# Skipped optimizer steps in a row whose losses are not finite, after which fp16 training stops. A smaller loss scale
-# makes no difference to a forward pass. One bad batch is skipped, and so are a few; but a skipped step leaves the
+# Skipped optimizer steps in a row that no smaller loss scale can help, after which training stops: it makes no
+# difference to a forward pass, nor to bf16. One bad batch is skipped, and so are a few; but a skipped step leaves the
 # parameters as they are, so when five global batches in a row give no finite loss, the sixth will not. DeepSpeed halves
 # its scale down to the minimum first: with 65536 and hysteresis, 18 steps.
-BAD_LOSSES = 5
+HOPELESS_STEPS = 5
 
 
 class NonFiniteError(RuntimeError):
@@ -85,7 +86,7 @@ class StepState:
     applied: bool = False  # the last call of ``step`` has changed the parameters
     asked_to_stop: bool = False  # ``request_stop`` was called on this rank
     stopping: bool = False  # on all ranks since a step in which one had been asked to: time to save and leave
-    bad_losses: int = 0  # skipped steps in a row for want of a finite loss
+    hopeless_steps: int = 0  # skipped in a row: a loss is not finite, or anything with bf16's check_grad_overflow
     destroyed: bool = False
 
 
@@ -115,7 +116,7 @@ class Engine(nn.Module):
         # ---- 0 build. What can still be refused comes before the model is touched.
         self.comm = comm or open_communicator(config, process_group.default_device(), Ledger())
         self.batch = resolve_batch(config, self.comm.world_size)
-        # Its scale is 1 and stays 1 but in fp16, so that what follows multiplies and divides by it in every precision.
+        # Its scale is 1 and stays 1 except in fp16, so what follows multiplies and divides by it in every precision.
         self.scaler = build_loss_scaler(config.precision)
         self.lr_scheduler = lr_scheduler
         if lr_scheduler is None and config.scheduler is not None:
@@ -134,10 +135,7 @@ class Engine(nn.Module):
 
         # Autograd's hooks come after the parameters were given their new storage: a hook lives on the accumulation node
         # of a parameter, which keeps the device and dtype that the parameter had when the node was made.
-        trained = [param for group in self.zero.groups for param in group.params]
-        self.passes = BackwardPasses(
-            trained, self.zero.stage, self.scaler, self.comm, self._is_reduction_boundary, self.check
-        )  # fmt: skip
+        self.passes = BackwardPasses(self.zero.stage, self.scaler, self.comm, self._is_reduction_boundary, self.check)
         self.fragments = TensorFragments(
             model, self.zero.stage.gradients, self._mean_divisor, self._is_reduction_boundary,
             self.finish_delayed_update,
@@ -193,7 +191,8 @@ class Engine(nn.Module):
     # ---- backward: 1 fetch, 2 release, 3 gradient ready --------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Compute gradients; stages 2 and 3 reduce them as they come. ``loss.backward()`` is the same, but in fp16.
+        """Compute gradients; stages 2 and 3 reduce them as they come. A plain ``loss.backward()`` is the same, except
+        in fp16, where it lacks the loss scale until its gradients are there.
 
         Args:
             loss: a scalar of this micro-batch. The mean over micro-batches and ranks is taken of the gradients, later.
@@ -228,10 +227,11 @@ class Engine(nn.Module):
             lr_kwargs: passed to the scheduler's ``step``.
 
         Raises:
-            NonFiniteError: inf or NaN gradients in bf16 or fp32, or in fp16 for so long that no loss scale is to
-                blame; on all ranks. Parameters and moments are untouched.
-            RuntimeError: no backward pass has run since the last boundary, or the last one broke off; or, on all
-                ranks, other parameters train than when the engine was built.
+            NonFiniteError: inf or NaN gradients in bf16 or fp32, or, where they are skipped, for so long that no loss
+                scale is to blame. As all below, on all ranks, and parameters and moments are untouched.
+            LossScaleError: gradients overflow at the minimum loss scale.
+            RuntimeError: other parameters train than when the engine was built; or, on this rank, no backward pass has
+                run since the last boundary, or the last one broke off.
         """
         if self.state.destroyed:
             raise RuntimeError("engine.step() after engine.destroy(): give the model to deepzero.initialize again")
@@ -267,7 +267,7 @@ class Engine(nn.Module):
         self.state.open = True
         # 4 boundary: end the passes, flush, wait. A rank in trouble does so too: the others count on its collectives.
         with self.comm.ranges.span("boundary"):
-            trouble = self._end_passes()
+            trouble = _end_passes(zero)
             zero.stage.reduce_gradients()
         ledger.note("boundary")
         # 5 step: agree on finiteness and norm, unscale and clip, optimizer on the masters. The agreement is the one
@@ -280,18 +280,10 @@ class Engine(nn.Module):
         # From here on all ranks hold the same agreement, so they take the same branch of everything below.
         self.state.open = False
         self.state.stopping = agreement.stop
-        if agreement.trouble:
-            # Some rank is: the others raise too, with its text, and nothing was updated. A second collective, after the
-            # agreement: only steps in trouble pay for the texts.
-            zero.drop_step(ledger)
-            self.comm.raise_on_all_ranks(trouble)
         # The scale that divides these gradients is the one that multiplied their loss: read before it is updated.
         scale, mean_divisor = self.scaler.scale, self._mean_divisor()
         lr = self.optimizer.param_groups[0].get("lr", float("nan"))  # a user's own optimizer may have none
-        self._check_finite(agreement)
-        if self.config.precision.dtype == "fp16":
-            self.scaler.update(not agreement.finite)
-            zero.bucket_reducer.rescale(self.scaler.scale / scale)  # error feedback's rest has the old scale
+        _settle(self, agreement, trouble)
         # The norm was taken of sums that still carry the loss scale, the ranks and the micro-batches. Dividing the norm
         # in place of the gradients leaves one pass over them: the optimizer divides by mean_divisor * clip as it reads.
         norm = agreement.norm / mean_divisor
@@ -309,17 +301,14 @@ class Engine(nn.Module):
             self.skipped_steps += 1
             zero.forget_residuals()
             self.finish_delayed_update()  # an update that is ready would otherwise be two steps late
-        self._close_step(agreement, StepRecord(
-            self.global_steps + 1, agreement.loss, lr, norm, norm / clip, scale, skipped=not agreement.finite
-        ), lr_kwargs)  # fmt: skip
-
-    def _close_step(self, agreement: StepAgreement, record: StepRecord, lr_kwargs: dict[str, Any]) -> None:
-        """Counters, books, schedule, observers: the same for applied and skipped steps, but for the schedule."""
+        # Counters, books, schedule, observers.
         self.state.applied = agreement.finite
-        self.global_steps = record.step
+        self.global_steps += 1
         self.global_samples += self.batch.global_batch
-        self.last_step = record
-        self.zero.close_step(self.comm.ledger, agreement.finite)
+        self.last_step = record = StepRecord(
+            self.global_steps, agreement.loss, lr, norm, norm / clip, scale, skipped=not agreement.finite
+        )
+        zero.close_step(ledger, agreement.finite)
         self.comm.overlap.close_step()
         # A skipped step is no step of the schedule: its learning rate was not used.
         if self.lr_scheduler is not None and agreement.finite:
@@ -332,42 +321,6 @@ class Engine(nn.Module):
         """The divisor that makes the sum of this step's scaled gradients over ranks and micro-batches their mean."""
         return self.comm.world_size * self.batch.accumulation * self.scaler.scale
 
-    def _end_passes(self) -> RuntimeError | None:
-        """Update masters, check what trains, end stage 3's passes; return what keeps this rank from a step."""
-        found, zero = None, self.zero
-        for prepare in (zero.optimizer_shard.before_step, zero.trained.check, zero.stage.end_passes):
-            try:
-                prepare()
-            except DesyncError:
-                raise  # no agreement will come about
-            except RuntimeError as error:
-                found = found or error
-        return found
-
-    def _check_finite(self, agreement: StepAgreement) -> None:
-        """Stop before anything is updated, and say where it began, when no smaller loss scale can help."""
-        state = self.state
-        hopeless = agreement.bad_losses or self.config.precision.check_grad_overflow  # in fp16 the scale falls
-        state.bad_losses = state.bad_losses + 1 if not agreement.finite and hopeless else 0
-        if state.bad_losses >= BAD_LOSSES:
-            self.zero.drop_step(self.comm.ledger)
-            losses = ", ".join(f"{value} on rank {rank}" for rank, value in agreement.bad_losses)
-            what = f"the loss is not finite ({losses})" if losses else "gradients are not finite"
-            raise NonFiniteError(
-                f"step {self.global_steps + 1}: {what}, in {state.bad_losses} optimizer steps in a row. Parameters and "
-                f"states are those of step {self.global_steps + 1 - state.bad_losses}. Look at the data and the first "
-                f"weights, lower the learning rate{', or leave fp16' if self.config.precision.dtype == 'fp16' else ''}"
-            )
-        if agreement.finite or self.config.precision.skips_overflow:
-            return
-        self.zero.drop_step(self.comm.ledger)
-        where = find_bad_gradient(self.module, self.zero.optimizer_shard)
-        raise NonFiniteError(
-            f"step {self.global_steps + 1}: the gradient of {where} is not finite (loss {agreement.loss}). "
-            "Parameters and optimizer state are those of the step before. Lower the learning rate, clip gradients, or "
-            "look at the data; debug=anomaly finds the operation"
-        )
-
     # ---- accumulation ------------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -377,12 +330,13 @@ class Engine(nn.Module):
         return (self.micro_steps + 1) % self.batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide by hand, until the next call, whether :meth:`step` acts."""
+        """Decide by hand, until the next call, whether :meth:`step` acts. The mean's divisor stays, as in DeepSpeed."""
+        # It is ``gradient_accumulation_steps``, however many micro-batches ran.
         self.state.boundary = is_boundary
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As in DDP: no reduction inside. Stages 0 and 1 reduce at the boundary alone, so nothing changes for them."""
+        """As in DDP: no reduction inside. Stages 0 and 1 reduce before the boundary with ``overlap_comm`` alone."""
         if self.zero.stage.gradients.every_pass:
             stage = self.config.zero.stage
             what = "comm.world_size_invariant, which reduces every micro-batch in the order of the global batch; set "
@@ -447,6 +401,61 @@ class Engine(nn.Module):
         self.fragments.forget()
         self.zero.stage.destroy()
         self.zero.close()
+
+
+# ---- 4, 5: what keeps a step from being taken ------------------------------------------------------------------------
+
+
+def _end_passes(zero: ZeroComponents) -> RuntimeError | None:
+    """Update masters, check what trains, end stage 3's passes; return what keeps this rank from a step."""
+    found = None
+    for prepare in (zero.optimizer_shard.before_step, zero.trained.check, zero.stage.end_passes):
+        try:
+            prepare()
+        except DesyncError:
+            raise  # no agreement will come about
+        except RuntimeError as error:
+            found = found or error
+    return found
+
+
+def _settle(engine: Engine, agreement: StepAgreement, trouble: RuntimeError | None) -> None:
+    """Raise, on all ranks, where the step is not taken: nothing was updated. Else the loss scale takes note of it."""
+    zero, scale = engine.zero, engine.scaler.scale
+    try:
+        if agreement.trouble:
+            # Some rank is: the others raise too, with its text. A second collective, after the agreement: only steps in
+            # trouble pay for the texts.
+            engine.comm.raise_on_all_ranks(trouble)
+        _check_finite(engine, agreement)
+        engine.scaler.update(not agreement.finite)
+    except BaseException:
+        zero.drop_step(engine.comm.ledger)
+        raise
+    zero.bucket_reducer.rescale(engine.scaler.scale / scale)  # error feedback's rest has the old scale
+
+
+def _check_finite(engine: Engine, agreement: StepAgreement) -> None:
+    """Stop before anything is updated, and say where it began, when no smaller loss scale can help."""
+    state, precision, step = engine.state, engine.config.precision, engine.global_steps + 1
+    hopeless = agreement.bad_losses or precision.check_grad_overflow  # in fp16 the scale falls
+    state.hopeless_steps = state.hopeless_steps + 1 if not agreement.finite and hopeless else 0
+    if state.hopeless_steps >= HOPELESS_STEPS:
+        losses = ", ".join(f"{value} on rank {rank}" for rank, value in agreement.bad_losses)
+        what = f"the loss is not finite ({losses})" if losses else "gradients are not finite"
+        raise NonFiniteError(
+            f"step {step}: {what}, in {state.hopeless_steps} optimizer steps in a row. Parameters and states are those "
+            f"of step {step - state.hopeless_steps}. Look at the data and the first weights, lower the learning "
+            f"rate{', or leave fp16' if precision.dtype == 'fp16' else ''}"
+        )
+    if agreement.finite or precision.skips_overflow:
+        return
+    where = find_bad_gradient(engine.module, engine.zero.optimizer_shard)
+    raise NonFiniteError(
+        f"step {step}: the gradient of {where} is not finite (loss {agreement.loss}). Parameters and optimizer state "
+        "are those of the step before. Lower the learning rate, clip gradients, or look at the data; debug=anomaly "
+        "finds the operation"
+    )
 
 
 def _check_loss(call: str, loss: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """What an engine meets in real models and real accidents."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -47,23 +48,27 @@ def test_fp16_overflow_on_one_rank_skips_on_all(rank, world, stage):
 
 
 @on_ranks()
-def test_fp16_three_ways_to_call_backward(rank, world):
-    found = []
-    for backward in (
-        lambda engine, loss: engine.backward(loss),
-        lambda engine, loss: engine.scale(loss).backward(),
-        lambda engine, loss: loss.backward(),
-    ):
-        engine = start(make_model(), stage=2, precision="fp16", fp16={"loss_scale": 64}, optimizer=SGD)
-        backward(engine, engine(*my_micro_batches(0, rank, world, 2, 1)[0]))
-        engine.step()
-        found.append((engine.params_sha256(), engine.last_step))
-    by_engine, scaled, plain = found
-    assert by_engine == scaled
-    assert by_engine[1].loss_scale == 64 and 0 < by_engine[1].grad_norm < 100
-    # A plain pass is scaled at the parameters: the same but for what underflows on the way.
-    assert plain[1].grad_norm == pytest.approx(by_engine[1].grad_norm, rel=1e-3)
-    assert plain[1].loss == by_engine[1].loss
+def test_fp16_four_ways_to_call_backward(rank, world):
+    for scale, count in ((64, 1), (0.5, 2)):
+        settings = {"fp16": {"loss_scale": scale}, "gradient_accumulation_steps": count, "optimizer": SGD}
+        found = []
+        for backward in (
+            lambda engine, loss: engine.backward(loss),
+            lambda engine, loss: engine.scale(loss).backward(),
+            lambda engine, loss: engine.backward(loss / engine.batch.accumulation, scale_wrt_gas=False),
+            lambda engine, loss: loss.backward(),
+        ):
+            engine = start(make_model(), stage=2, precision="fp16", **settings)
+            for micro_batch in my_micro_batches(0, rank, world, 2, count):
+                backward(engine, engine(*micro_batch))
+                engine.step()
+            found.append((engine.params_sha256(), engine.last_step))
+        by_engine, scaled, divided, plain = found
+        assert by_engine == scaled == divided
+        assert by_engine[1].loss_scale == scale and 0 < by_engine[1].grad_norm < 100
+        # A plain pass is scaled at the parameters: the same but for what underflows on the way.
+        assert plain[1].grad_norm == pytest.approx(by_engine[1].grad_norm, rel=1e-3)
+        assert plain[1].loss == by_engine[1].loss
 
 
 @pytest.mark.parametrize(
@@ -326,18 +331,20 @@ class Breaks(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(LENGTH, LENGTH), nn.Linear(LENGTH, LENGTH)
-        self.broken = False
+        self.broken = ""
 
     def forward(self, x):
         y = self.b(x)
         if y.requires_grad:
-            y.register_hook(self._maybe)
-        return self.a(y).pow(2).mean()
+            y.register_hook(lambda grad: self._maybe("body"))
+        y = self.a(y)
+        if y.requires_grad:
+            y.register_hook(lambda grad: self._maybe("head"))
+        return y.pow(2).mean()
 
-    def _maybe(self, grad):
-        if self.broken:
+    def _maybe(self, place):
+        if self.broken == place:
             raise ValueError("broken on purpose")
-        return grad
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -345,15 +352,38 @@ class Breaks(nn.Module):
 def test_backward_that_raises(rank, world, stage):
     engine = start(Breaks(), stage=stage, bucket=10, optimizer=SGD)
     x = torch.ones(2, LENGTH)
-    engine.module.broken = True
+    engine.module.broken = "body"
     with pytest.raises(ValueError, match="on purpose"):
         engine.backward(engine(x))
     with pytest.raises(RuntimeError, match="broke off"):
         engine(x)
     engine.discard_gradients()
-    engine.module.broken = False
+    engine.module.broken = ""
     step_on(engine, x)
     assert engine.last_step.grad_norm > 0
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@on_ranks()
+def test_a_backward_pass_that_reached_no_parameter_leaves_nothing(rank, world, precision, again):
+    """It broke off in the head; the program goes on, with another forward pass or (``again``) with the same graph."""
+    scale = {"fp16": {"loss_scale": 8}} if precision == "fp16" else {}
+    found = []
+    for broken in ("", "head"):
+        torch.manual_seed(0)
+        engine = start(Breaks(), stage=1, precision=precision, optimizer=SGD, **scale)
+        x = torch.ones(2, LENGTH, dtype=engine.module.a.weight.dtype)
+        loss = engine(x)
+        engine.module.broken = broken
+        if broken:
+            with pytest.raises(ValueError, match="on purpose"):
+                (engine.scale(loss * 3) if scale else loss * 3).backward(retain_graph=True)
+        engine.module.broken = ""
+        (loss if again else engine(x)).backward()
+        engine.step()
+        found.append((engine.last_step.loss, engine.last_step.grad_norm, engine.params_sha256()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -377,3 +407,13 @@ def test_a_graph_of_before_the_step_raises(rank, world, stage):
                 engine.backward(old)
             engine.discard_gradients()
             one_step(engine, rank, world)
+
+
+@on_ranks()
+def test_an_optimizer_that_raises_leaves_no_gradient_on_its_masters(rank, world):
+    """Else the next step would step on them with those of every sub-group, and each time anew."""
+    engine = start(make_model(), stage=3, zero={"sub_group_size": 100})
+    raises = mock.patch.object(engine.optimizer, "step", side_effect=[None, ValueError("on purpose")])
+    with raises, pytest.raises(ValueError, match="on purpose"):
+        one_step(engine, rank, world)
+    assert all(master.grad is None for group in engine.zero.groups for master in group.masters)

@@ -218,25 +218,25 @@ class OptimizerShard:
         """Step with one of torch's optimizers, which pass over parameters without ``.grad``: other sub-groups'."""
         # fp32 sums are the gradients themselves, divided in place below; narrower ones are widened, for this sub-group.
         grads = [self.grads[master].to(torch.float32) for master in masters]
-        for master, grad in zip(masters, grads, strict=True):
-            master.grad = grad
         # Filled on the gradients' device (``torch.tensor`` would make the CPU wait), as fused kernels ask for it.
-        scale = torch.full((), divisor, dtype=torch.float32, device=grads[0].device) if grads else None
+        scale = torch.full((), divisor, dtype=torch.float32, device=grads[0].device if grads else None)
         fused_division = self._divides and divisor != 1.0
-        if divisor != 1.0 and not fused_division and scale is not None:
+        if divisor != 1.0 and not fused_division:
             unscale_and_clip_grads(grads, scale)
         try:
+            for master, grad in zip(masters, grads, strict=True):
+                master.grad = grad
             if fused_division:
                 self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
                 # None: ranks have agreed on finiteness before, and no kernel is to look again.
                 self.optimizer.found_inf = None  # type: ignore[attr-defined]
             self.optimizer.step()
         finally:
-            # A later step without division must not find the old scale.
+            # A later step without division must not find the old scale, nor one on other masters these gradients.
             if fused_division:
                 del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
-        for master in masters:
-            master.grad = None  # grad_S is kept, and the next reduction writes into it
+            for master in masters:
+                master.grad = None  # grad_S is kept, and the next reduction writes into it
 
     def _refuse_direct_step(self, *_: object) -> None:
         if not self._allowed:

@@ -44,8 +44,8 @@ _OUTSIDE_STEP = {ALL_GATHER, *(kind + SUFFIX for kind in (ALL_REDUCE, REDUCE_SCA
 class TensorFragments:
     """One engine's parameters, which it registers when it is built, and what all of them need of it.
 
-    The sum of ``gradients`` divided by ``mean_divisor()`` is their mean, without loss scale; ``last_pass()`` is whether
-    the micro-batch under way is the last of its step; ``finish_delayed_update`` is called before anything is written.
+    The sum of ``gradients`` divided by ``mean_divisor()`` is their mean, without loss scale; ``is_reduction_boundary``
+    is :class:`BackwardPasses`'s; ``finish_delayed_update`` is called before anything is written.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class TensorFragments:
         model: nn.Module,
         gradients: GradientReducer,
         mean_divisor: Callable[[], float],
-        last_pass: Callable[[], bool],
+        is_reduction_boundary: Callable[[], bool],
         finish_delayed_update: Callable[[], None],
     ) -> None:
         self.gradients, self.step, self.finish_delayed_update = gradients, gradients.shard, finish_delayed_update
-        self.mean_divisor, self.last_pass, self.comm = mean_divisor, last_pass, gradients.comm
+        self.mean_divisor, self.is_reduction_boundary, self.comm = mean_divisor, is_reduction_boundary, gradients.comm
         # Set while model states are offloaded (``offload_states``): raises.
         self.away: Callable[[str], None] | None = None
         self.comm.ledger.untracked_kinds |= _OUTSIDE_STEP
@@ -250,7 +250,7 @@ class ParamFragment:
         """Let the next step find this mean: reduce what waits, then replace this rank's fragment. A collective."""
         _refuse_inside_a_pass()
         gradients = self.engine.gradients
-        if not gradients.present or not self.engine.last_pass():
+        if not gradients.present or not self.engine.is_reduction_boundary():
             when = "no backward pass has ended since the last step"
             if gradients.present:
                 when = "further micro-batches of this step (gradient_accumulation_steps, no_sync) will add to it"
