@@ -29,7 +29,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/comm": (4353, 2720),
     "deepzero/runtime": (4386, 3050),
     "deepzero/runtime/zero": (5959, 4550),
-    "deepzero/offload": (3596, 2500),
+    "deepzero/offload": (3595, 2500),
     "deepzero/checkpoint": (3650, 2610),
     "deepzero/launch": (696, 650),
     "deepzero/health": (643, 560),
@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (521, 400),
     "deepzero/training": (1001, 380),
     "deepzero/compat": (3380, 1200),
-    "deepzero": (38_127, 23_500),
+    "deepzero": (38_126, 23_500),
     "tools": (6007, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_227, 17_000),
+    "tests": (32_234, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -229,7 +229,7 @@ class StagingBuffer:
 
     memory: torch.Tensor
     copy: Transfer | None = None  # the last one that was launched, from here or to here
-    taken: bool = False  # a reduction writes into it
+    taken: tuple[int, int] | None = None  # a reduction of this bucket, by group and number, writes into it
 
     def finish(self) -> None:
         """Wait for the last transfer: what is here is about to be read by the program, or written over."""
@@ -264,7 +264,7 @@ class HostGradients:
         self.regions = [Region(GRADIENTS, p.optimizer_numel, dtype) for p in planned for _ in range(copies)]
         self.slot_count, self._sums = slots, list[torch.Tensor]()
         self.slots = deque[StagingBuffer]()  # the oldest first
-        # The way down of each bucket's last sum, by group and bucket: it goes up again when it is there.
+        # The way down of each bucket's last sum, by group and number: it goes up again when it is there.
         self._down: dict[tuple[int, int], Transfer] = {}
 
     def carve(self, allocate: HostAllocator, wire: HostDeviceCopier) -> None:
@@ -293,25 +293,24 @@ class HostGradients:
         if slot.taken:
             raise RuntimeError("more reductions are under way than there are slots for their sums")
         slot.finish()
-        slot.taken, target, key = True, self.sum_of(group, bucket), (group, bucket.index)
+        target, key = self.sum_of(group, bucket), (group, bucket.index)
         source, where = slot.memory[: bucket.shard_numel], f"bucket {bucket.index}"
-        down = self._down.pop(key, None)
-
         fetch = partial(self.wire.to_device, SUMS_TO_DEVICE, source, target, padding, where)
-        # It left a whole micro-batch ago, if the model has many buckets; else it may be a reduction still.
-        if accumulate and down is not None and down.is_over():
+        # It left a whole micro-batch ago, if the model has many buckets; else it may be a reduction still, or several.
+        if accumulate and all(other.taken != key for other in self.slots) and self._down[key].is_over():
             slot.copy = fetch()
+        slot.taken = key
 
         @contextlib.contextmanager
         def there_and_back() -> Iterator[None]:
             if accumulate:
                 if slot.copy is None:
-                    (down or self._down[key]).wait()
+                    self._down[key].wait()  # of the reduction before: they end in the order in which they began
                     slot.copy = fetch()
                 slot.copy.wait()
             yield
             slot.copy = self._down[key] = self.wire.to_host(TO_HOST, target, source, padding, where)
-            slot.taken = False
+            slot.taken = None
 
         return source, measure, there_and_back
 
@@ -325,7 +324,7 @@ class HostGradients:
         for slot in self.slots:
             with contextlib.suppress(RuntimeError):  # a disk's: nobody reads what has left
                 slot.finish()
-            slot.taken = False
+            slot.taken = None
 
 
 # ---- 6 publish: back to the device -----------------------------------------------------------------------------------

@@ -105,6 +105,13 @@ def test_same_bits(ranks, stage, world, accumulation):
     check_same(ranks, cases, world)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_same_bits_with_one_bucket(ranks, stage):
+    """Several reductions of one bucket are under way: each goes on with the sum that the one before leaves."""
+    more = {"precision": "bf16", "bucket": 10**6, "gradient_accumulation_steps": 5}
+    check_same(ranks, [settings(stage, **more), *(settings(stage, 1.0, chaos=seed, **more) for seed in (None, 3))], 2)
+
+
 @pytest.mark.slow
 def test_same_bits_on_four_ranks(ranks):
     """A sample of the above."""
