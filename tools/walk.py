@@ -5,15 +5,14 @@
 
 Real ranks on this machine build a tiny GPT and take an optimizer step. Python's profiler reports every function that is
 called. Of those that are listed in HOPS (tools/walk.py) the ones that handle the parameter are printed, in the order of
-their calls, with the tensors that they hold; a function that is not called is not printed. The steps are numbered as in
-docs/step.md. The second form makes the transcripts in docs/ anew.
+their calls, with the lines of their source that count and the tensors that they hold; a function that is not called is
+not printed. The steps are numbered as in docs/step.md. The second form makes the transcripts in docs/ anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import importlib
 import inspect
 import itertools
 import json
@@ -21,6 +20,7 @@ import re
 import shlex
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
@@ -36,6 +36,7 @@ from deepzero.launch.launcher import RankFailed, launch
 from deepzero.models.hf import check_library
 from deepzero.runtime.initialize import initialize
 from deepzero.runtime.pytree import scalar_loss
+from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
 from deepzero.training import command_line
 from deepzero.training.build_model import build_model
 from deepzero.utils.closed_pipe import exit_with
@@ -51,114 +52,130 @@ class Hop(NamedTuple):
     """A function that is printed when it is called with the parameter, with its bucket, or with a list that has it."""
 
     step: str  # "" where it belongs to the step under way: a bucket may arrive in step 3 or in step 4
-    where: str  # "file:Class.function" below deepzero/
+    name: str  # as :func:`code_of` finds it
     text: str
-    shows: dict[str, str]  # name: expression over the function's own names, `returned`, and `w`, the Watch
-    when: str = "return"  # "call" reads the expressions when the function begins; "end" also prints it where it ends
+    quotes: str  # texts, with | between them: the lines of the function's source that contain one of them are printed
+    shows: dict[str, str] | None = None  # name: expression over the function's names, `returned`, and `w`, the Watch
+    when: str = "call"  # read, and printed, when the function begins; or when it ends, at its "return"
     whose: str = "mine"  # "callers": called on behalf of the bucket; "all": of all parameters at once
 
 
 BUILD, FETCH, RELEASE, READY = "0 build", "1 fetch", "2 release", "3 gradient ready"
 BOUNDARY, STEP, PUBLISH = "4 boundary", "5 step", "6 publish"
-PASSES, COLLECTIVES, REDUCER = "runtime/backward_passes.py:", "comm/collectives.py:", "comm/reduce_scatter.py:"
-FLAT, SHARD, GRADS, STAGE3, HOOKS, BUCKET, PARAM = (
-    f"runtime/zero/{name}.py:"
-    for name in ("stage_1_and_2", "optimizer_shard", "gradient_reduction", "stage3", "module_hooks",
-                 "partitioned_bucket", "partition_parameters")
-)  # fmt: skip
-FETCH_SUB_MODULE = "runtime/zero/partitioned_param_coordinator.py:PartitionedParameterCoordinator.fetch_sub_module"
-NOW, MINE = {"param": "w.param.data"}, {"grad_S": "w.grad_S", "master_S": "w.master"}
+NOW, MINE, SHARD = {"param": "w.param.data"}, {"grad_S": "w.grad_S", "master_S": "w.master"}, {"shard_S": "w.shard"}
 HOPS = (
-    Hop(BUILD, FLAT + "take_values", "rank 0's values arrive", {"values": "returned"}),
-    Hop(BUILD, FLAT + "ParamGroup._keep_fragments", "this rank's fragment is kept, the rest let go", NOW, "end"),
-    Hop(BUILD, FLAT + "ParamGroup._attach_params", "the parameter becomes a view of flat_P", NOW, "end"),
-    Hop(BUILD, SHARD + "OptimizerShard.__init__", "what the optimizer has on this rank: its fragment", MINE, "end",
-        "all"),
-    Hop(FETCH, HOOKS + "ModuleHooks._pre_forward_hook.pre_forward", "its module is about to run",
-        {"module": "self._names[module]"}, "call"),
-    Hop(FETCH, HOOKS + "ModuleHooks.unpack", "the backward pass asks for the weight that it saved",
-        {"shape": "list(packed.shape)"}, "call"),
-    Hop(FETCH, FETCH_SUB_MODULE, "buckets are released, launched, prefetched, waited for",
-        {"keys": "list(keys)", "where": "where"}, "call"),
-    Hop(FETCH, BUCKET + "PartitionedBucket.launch", "NOT_AVAILABLE to INFLIGHT", {"shard_S": "w.shard"}, "call"),
-    Hop("", COLLECTIVES + "Communicator.exchange", "torch is called: whole parts of the bucket leave",
-        {"kind": "kind", "send": "[part for q, part in enumerate(send) if q != self.rank]"}, "call", "callers"),
-    Hop(FETCH, BUCKET + "PartitionedBucket.wait", "INFLIGHT to AVAILABLE", {"gathered": "w.part_of(self.gathered)"}),
-    Hop("", PARAM + "ZeroParameter.show", "what the parameter shows from here on", {"param": "values"}, "call"),
-    Hop("", HOOKS + "ModuleHooks.pack", "autograd saves the weight, and is given a record in its place",
-        {"shape": "list(returned.shape)"}),
-    Hop(RELEASE, BUCKET + "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE", NOW),
-    Hop(READY, PASSES + "BackwardPasses._gradient_ready", "autograd has completed the gradient",
-        {"param.grad": "param.grad"}, "call"),
-    Hop(READY, GRADS + "UnreducedGradients.take", "it is taken out of param.grad",
-        {"param.grad": "w.param.grad", "waiting": "self.waiting_of(w.param)"}),
-    Hop(READY, GRADS + "GradientReducer._count", "so many of its bucket's gradients are still to come, after this one",
-        {"missing": "self._missing[self._position[key]]"}),
-    Hop("", GRADS + "GradientReducer._reduce_bucket", "its last gradient is there, and it is next in order",
-        {"bucket": "bucket.index"}, "call"),
-    Hop("", GRADS + "UnreducedGradients.fill", "the bucket's gradients are copied into a buffer, and freed",
-        {"send_buffer": "w.part_of(send_buffer)", "waiting": "self.waiting_of(w.param)"}),
-    Hop("", REDUCER + "BucketReducer._finish", "the bucket is waited for", {"bucket": "inflight.bucket.index"}, "call"),
-    Hop("", "comm/exact_sum.py:sum_in_rank_order", "contributions to this rank's fragment are added, rank 0's first",
+    Hop(BUILD, "take_values", "rank 0's values arrive",
+        "values = |param.data = |comm.broadcast(", {"values": "returned"}, "return"),
+    Hop(BUILD, "ParamGroup._keep_fragments", "this rank's fragment is kept, the rest let go",
+        "values = self.|part = values|kept = ", NOW, "return"),
+    Hop(BUILD, "ParamGroup._attach_params", "the parameter becomes a view of flat_P",
+        "self.comm.all_gather(|param.data = ", NOW, "return"),
+    Hop(BUILD, "OptimizerShard.__init__", "what the optimizer has here: grads[master] is a view of grad_S",
+        "torch.zeros(|self.grads = ", MINE, "return", "all"),
+    Hop(FETCH, "ModuleHooks._pre_forward_hook.pre_forward", "its module is about to run",
+        "self._stack.append(|for key in|if key not in|coordinator.fetch", {"module": "self._names[module]"}),
+    Hop(FETCH, "ModuleHooks.unpack", "the backward pass asks for the weight that it saved",
+        "if packed.key|self.coordinator.fetch|flat = bucket|return flat"),
+    Hop(FETCH, "PartitionedParameterCoordinator.fetch_sub_module", "release, launch mine and the next, wait for mine",
+        "elif self.current|if show |planned = |self.release_sub|fetches = |fetches += |in fetches|if bucket.status|"
+        "bucket.launch(|for key in keys:|self._wait(|.show", {"keys": "list(keys)", "where": "where"}),
+    Hop(FETCH, "PartitionedBucket.launch", "NOT_AVAILABLE to INFLIGHT",
+        "buffer = self.pool|self._gathered = buffer[|.launch(kind|self.status = ", SHARD),
+    Hop("", "PlainAllGather.launch", "my shard goes to its place in the buffer, and to the other ranks",
+        "messages, rank|.fetch_shard(|self.pack(|self._pending = "),
+    Hop("", "Communicator.exchange", "torch is called: whole parts of the bucket leave",
+        "if self._pairwise|.isend(|.irecv(|.all_to_all(",
+        {"kind": "kind", "send": "[part for q, part in enumerate(send) if q != self.rank]"}, whose="callers"),
+    Hop(FETCH, "PartitionedBucket.wait", "INFLIGHT to AVAILABLE", ".finish()|self.status = ",
+        {"gathered": "w.part_of(self.gathered)"}, "return"),
+    Hop("", "PartitionedBucket.show", "views, not copies", "whole, start = |for param|param.show("),
+    Hop("", "ZeroParameter.show", "what the parameter shows from here on", "self.data = ", {"param": "values"}),
+    Hop("", "ModuleHooks.pack", "autograd saves the weight, and is given a record in its place",
+        "owner = |offset = |SavedWeight(owner", {"shape": "list(returned.shape)"}, "return"),
+    Hop(RELEASE, "PartitionedParameterCoordinator.release_sub_module", "by the next fetch, which is another module's",
+        "in planned.release|for key in [|self.pool.released(", {"keys fetched next": "list(keys)"}),
+    Hop(RELEASE, "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE",
+        "self.hide()|self._gathered = |self.status = |pool.give("),
+    Hop(READY, "BackwardPasses._gradient_ready", "autograd's hook", "self._stage.", {"param.grad": "param.grad"}),
+    Hop(READY, "GradientReducer.reduce_ready_gradient", "taken, counted; what is complete and next in order leaves",
+        ".take(|self._count(|while not|self._reduce_bucket(|self._cursor += "),
+    Hop(READY, "UnreducedGradients.take", "it is taken out of param.grad", "param.grad = |waiting[key] = ",
+        {"param.grad": "w.param.grad", "waiting": "self.waiting_of(w.param)"}, "return"),
+    Hop(READY, "GradientReducer._count", "so many of its bucket's gradients are still to come, after this one", "-= 1",
+        {"missing": "self._missing[self._position[key]]"}, "return"),
+    Hop("", "GradientReducer._reduce_bucket", "its last gradient is there, and it is next in order",
+        ".grad_output(|.acquire(|.fill(|.launch(", {"bucket": "bucket.index"}),
+    Hop("", "UnreducedGradients.fill", "the bucket's gradients are copied into a buffer, and freed",
+        "views = [|in zip(bucket|self._waiting.pop(|s.append(|_foreach_copy_(",
+        {"send_buffer": "w.part_of(send_buffer)", "waiting": "self.waiting_of(w.param)"}, "return"),
+    Hop("", "BucketReducer._launch_exact", "a part for each owner; ours stays in the buffer",
+        "bucket, outgoing|recv = |inflight.pending = |inflight.parts = "),
+    Hop("", "BucketReducer._finish", "the bucket is waited for",
+        "pending.wait()|comm.sum_in|inflight.parts|_free_buffers", {"bucket": "inflight.bucket.index"}),
+    Hop("", "sum_chunk", "chunk by chunk, in fp32",
+        "for number|added = |values = |values.copy_(|if added|total.add_(", {"from": "start"}, whose="callers"),
+    Hop("", "sum_in_rank_order", "contributions to this rank's fragment are added, rank 0's first",
+        "target = output|sum_chunk(|on_chunk(target",
         {"part": "[w.fragment_of(part) for part in parts]", "sum": "w.fragment_of(output)"}, "return", "callers"),
-    Hop(BOUNDARY, GRADS + "GradientReducer.reduce_gradients", "what is left is sent; all is waited for",
-        {}, "call", "all"),
-    Hop(STEP, "runtime/consistency.py:agree", "one all-reduce: the norm of all sums, and the mean loss",
-        {"norm": "returned.norm", "loss": "returned.loss"}, "return", "all"),
-    Hop(STEP, SHARD + "OptimizerShard.step", "what is divided by, once: ranks, micro-batches, loss scale, clip",
-        {"divisor": "divisor"}, "call", "all"),
-    Hop(STEP, SHARD + "OptimizerShard._unscale_and_step", "the optimizer has stepped on the fragment", MINE,
-        "return", "all"),
-    Hop(PUBLISH, FLAT + "ZeroStage1And2.publish_bucket", "the master is cast; the bucket leaves, but in stage 0",
+    Hop(BOUNDARY, "Engine._take_model_step", "from here to the end of step 6, for all parameters",
+        "end_passes(|.reduce_gradients(|words = |= agree(|mean_divisor = |norm = |clip = |_shard.step(|.publish(",
+        whose="all"),
+    Hop(STEP, "agree", "one all-reduce: the norm of all sums, and the mean loss",
+        "words = |all_reduce(|numbers = |mean = ", {"norm": "returned.norm", "loss": "returned.loss"}, "return", "all"),
+    Hop(STEP, "OptimizerShard.step", "what is divided by, once: ranks, micro-batches, loss scale, clip",
+        "in enumerate(|self._optimizer_step(", {"divisor": "divisor"}, whose="all"),
+    Hop(STEP, "OptimizerShard._unscale_and_step", "the optimizer has stepped on the fragment",
+        "grads = |.grad = grad|unscale_and_clip_grads(|optimizer.step()", MINE, "return", "all"),
+    Hop(PUBLISH, "ZeroStage1And2.publish_bucket", "but in stage 0 it leaves", ".copy_(|if not|self.launch_all"),
+    Hop(PUBLISH, "ZeroStage1And2.launch_all_gather", "my part lies in its place", "whole, |.all_gather(",
         {"cast": "w.shard"}),
-    Hop(PUBLISH, FLAT + "ZeroStage1And2.wait_all_gathers", "the buckets have arrived", NOW, "return", "all"),
-    Hop(PUBLISH, STAGE3 + "PartitionedParamGroup.cast_masters", "the master is cast into the shard; nothing is sent",
-        {"shard_S": "w.shard"}),
+    Hop(PUBLISH, "ZeroStage1And2.wait_all_gathers", "the buckets have arrived", "gather.wait()", NOW, "return", "all"),
+    Hop(PUBLISH, "PartitionedParamGroup.cast_masters", "nothing is sent", "masters = |.copy_(", SHARD, "return"),
 )  # fmt: skip
 
 
-def code_of(where: str) -> CodeType:
-    """The code of ``file:Class.function`` below deepzero/, also of a function inside another one."""
-    path, _, names = where.partition(":")
-    found: Any = importlib.import_module("deepzero." + path.removesuffix(".py").replace("/", "."))
-    for name in names.split("."):
+def code_of(name: str) -> CodeType:
+    """The code of a function of the core: ``function``, ``Class.method``, or one inside another one."""
+    first, *rest = name.split(".")
+    core = [vars(module) for path, module in sys.modules.items() if re.match(r"deepzero\.(comm|runtime)\.", path)]
+    found = inspect.unwrap(next(names[first] for names in core if first in names))
+    for part in rest:
         if inside := getattr(found, "__code__", None):
-            return next(one for one in inside.co_consts if isinstance(one, CodeType) and one.co_name == name)
-        found = inspect.unwrap(getattr(found, name))
+            return next(one for one in inside.co_consts if isinstance(one, CodeType) and one.co_name == part)
+        found = inspect.unwrap(getattr(found, part))
     return found.__code__
 
 
-def line_of(code: CodeType) -> int:
-    """The line of a function's ``def``; its code begins at its decorators."""
-    lines, first = inspect.getsourcelines(code)
-    return first + next(number for number, line in enumerate(lines) if line.lstrip().startswith("def "))
+def in_source(hop: Hop) -> tuple[str, dict[int, str]]:
+    """Where the function is: its file, and the line of its head, before which are decorators; and what is quoted."""
+    lines = dict(enumerate(*inspect.getsourcelines(code := code_of(hop.name))))
+    head = next(number for number, line in lines.items() if line.lstrip().startswith("def "))
+    found = {number: line for number, line in lines.items() if any(map(line.__contains__, hop.quotes.split("|")))}
+    quoted = textwrap.dedent("".join(found.values())).splitlines()
+    return f"{Path(code.co_filename).relative_to(ROOT).as_posix()}:{head}", dict(zip(found, quoted, strict=True))
 
 
 class Watch:
-    """What one rank sees of ``param``: ``seen`` has the numbers of hops, and lines about what they hold."""
+    """What one rank sees of ``param``: ``seen`` has the hops' numbers, which pass it is, and what they hold."""
 
     def __init__(self, param: torch.nn.Parameter) -> None:
-        self.param, self.seen = param, list[list[Any]]()
-        self.group: Any = None
-        self.bucket: Any = None  # of the layout; None until there is one
+        self.param, self.seen = param, list[tuple[int, str, list[str]]]()
+        self.group = self.bucket = None  # of the layout; None until they are built
         self.master = self.grad_S = None  # of this rank's fragment; None where other ranks own all of it
-        self._open: dict[FrameType, list[Any]] = {}
-        self._hops = {code_of(hop.where): number for number, hop in enumerate(HOPS)}
+        self._hops = {code_of(hop.name): number for number, hop in enumerate(HOPS)}
 
     def learn(self, shard: Any) -> None:
-        """Find the parameter in the ``OptimizerShard``, which is built last."""
+        """Find the parameter in the ``OptimizerShard``, which is built last. The expressions of HOPS read it here."""
         for group in shard.groups:
-            for slot in group.layout.slots:
-                if group.params[slot.index] is self.param:
+            for param, slot in zip(group.params, group.layout.slots, strict=True):
+                if param is self.param:
                     self.group, self.slot, self.rank = group, slot, shard.rank
-                    self.bucket = next(bucket for bucket in group.layout.buckets if slot in bucket.slots)
-            for fragment, master in zip(group.fragments, group.masters, strict=True):
-                if self.group is group and fragment.slot == self.slot:
-                    self.fragment, self.master, self.grad_S = fragment, master, shard.grads[master]
+        self.bucket = next(bucket for bucket in self.group.layout.buckets if self.slot in bucket.slots)
+        if mine := self.group.fragment_of(self.slot.index):
+            self.fragment, self.master = mine
+            self.grad_S = shard.grads[self.master]
         partitioned = getattr(getattr(self.param, "_zero", None), "bucket", None)
         self.key = partitioned and partitioned.key  # the coordinator's number for the bucket
-
-    # ---- what the expressions of HOPS read ---------------------------------------------------------------------------
 
     shard = property(lambda self: None if self.master is None else self.group.param_fragment(self.fragment))
 
@@ -173,8 +190,6 @@ class Watch:
         start = self.bucket.part_start(self.rank)
         return shard[max(self.slot.offset - start, 0) : max(self.slot.end - start, 0)]
 
-    # ---- the profiler ------------------------------------------------------------------------------------------------
-
     def is_mine(self, value: Any) -> bool:
         """Whether a value is the parameter, is a list with it, or belongs to its bucket."""
         if value is self.param or (isinstance(value, list) and any(one is self.param for one in value)):
@@ -188,43 +203,35 @@ class Watch:
         """Whether a call is about the parameter."""
         if hop.whose == "all":  # of all parameters, or of those of some groups
             return any(group is self.group for group in getattr(frame.f_locals.get("self"), "groups", [self.group]))
-        if returned is not None and hop.where == HOOKS + "ModuleHooks.pack":
+        if returned is not None and hop.name == "ModuleHooks.pack":
             return self.is_mine(returned)
-        for _ in range(3 if hop.whose == "callers" else 1):
+        for _ in range(4 if hop.whose == "callers" else 1):
             names = frame.f_locals if self.bucket or hop.whose == "mine" else {}
             # Of a group's function that is called bucket by bucket, the call for the parameter's own.
-            values = [*names.values(), None if "bucket" in names else getattr(names.get("self"), "params", None)]
-            if any(map(self.is_mine, values)) or (self.bucket and self.key in names.get("keys", ())):
+            many = None if self.bucket and "bucket" in names else getattr(names.get("self"), "params", None)
+            keys = getattr(names.get("planned"), "release", ()) if hop.step == RELEASE else names.get("keys", ())
+            if any(map(self.is_mine, [*names.values(), many])) or (self.bucket and self.key in keys):
                 return True
             if "bucket" in names or frame.f_back is None:  # the nearest caller with a bucket says which
                 return False
             frame = frame.f_back
         return False
 
+    @torch.no_grad()
     def profile(self, frame: FrameType, event: str, returned: Any) -> None:
         """For :func:`sys.setprofile`."""
-        if event == "call" and (number := self._hops.get(frame.f_code)) is not None:
-            self._open[frame] = [number, None]
-            if HOPS[number].when != "end":
-                self.seen.append(self._open[frame])
-            if HOPS[number].when == "call":
-                self._look(self._open.pop(frame), frame, None)
-        elif event == "return" and frame in self._open:
-            record = self._open.pop(frame)
-            if HOPS[record[0]].when == "end":
-                self.seen.append(record)
-            self._look(record, frame, returned)
-
-    @torch.no_grad()
-    def _look(self, record: list[Any], frame: FrameType, returned: Any) -> None:
-        hop = HOPS[record[0]]
-        if hop.where == SHARD + "OptimizerShard.__init__":
+        number = self._hops.get(frame.f_code)
+        if number is None or event != (hop := HOPS[number]).when:
+            return
+        if hop.name == "OptimizerShard.__init__":
             self.learn(frame.f_locals["self"])
         with torch._C.DisableTorchFunctionSubclass():
             if self.concerns(hop, frame, returned):
                 names = {**frame.f_globals, **frame.f_locals, "returned": returned, "w": self}
-                held = {name: eval(expression, names) for name, expression in hop.shows.items()}
-                record[1] = [f"{name}  {line}" for name, value in held.items() for line in in_words(value)]
+                held = {name: in_words(eval(expression, names)) for name, expression in (hop.shows or {}).items()}
+                told = [f"{name}  {line}" for name, lines in held.items() for line in lines]
+                during = ", backward" if in_backward() else ", forward"
+                self.seen.append((number, during * (hop.step == FETCH), told))
 
 
 def in_words(value: Any) -> list[str]:
@@ -241,7 +248,7 @@ def in_words(value: Any) -> list[str]:
     return [f"{kind}, {value.nbytes:,} bytes: {' '.join(numbers)}{' …' * (value.numel() > 3)}"]
 
 
-def observe(run: RunConfig, name: str, steps: int) -> list[list[Any]]:
+def observe(run: RunConfig, name: str, steps: int) -> list[tuple[int, str, list[str]]]:
     """On every rank: build the engine and take ``steps`` steps; watch the building and the last step."""
     torch.manual_seed(run.train.seed)
     model = build_model(run)
@@ -258,7 +265,7 @@ def observe(run: RunConfig, name: str, steps: int) -> list[list[Any]]:
             engine.step()
     sys.setprofile(None)
     engine.destroy()
-    return [record for record in watch.seen if record[1] is not None]
+    return watch.seen
 
 
 def program(run: RunConfig, name: str, steps: int, answer: str) -> None:
@@ -272,27 +279,21 @@ def program(run: RunConfig, name: str, steps: int, answer: str) -> None:
 
 def transcript(seen: Sequence[Sequence[Sequence[Any]]]) -> str:
     """The ranks' reports, hop by hop; what several ranks saw alike stands once."""
-    told: dict[tuple[int, int], dict[int, list[str]]] = {}  # hop, and which of its calls: rank to lines
-    order: list[tuple[int, int]] = []
-    for rank, records in enumerate(seen):
-        place = 0
-        for position, (number, lines) in enumerate(records):
-            key = number, [other for other, _ in records[:position]].count(number)
-            if key not in told:
-                order.insert(place, key)
-            told.setdefault(key, {})[rank] = lines
-            place = order.index(key) + 1
-    text, step = [], ""
-    for key in order:
-        hop = HOPS[key[0]]
-        if hop.step not in ("", step):
-            step = hop.step
+    text, step, known = list[str](), "", set[str]()
+    for calls in zip(*seen, strict=True):  # all ranks make the same calls: what else they launch would not be paired
+        ((number, during),) = {(number, during) for number, during, _ in calls}
+        hop = HOPS[number]
+        if hop.step and hop.step + during != step:
+            step = hop.step + during
             text.append(f"\n{step}")
-        path, _, name = hop.where.partition(":")
-        text.append(f"  deepzero/{path}:{line_of(code_of(hop.where))} {name}\n    {hop.text}")
-        for column in itertools.zip_longest(*told[key].values()):
-            for line in dict.fromkeys(line for line in column if line is not None):
-                ranks = [str(rank) for rank, found in zip(told[key], column, strict=True) if found == line]
+        place, quoted = in_source(hop)
+        text.append(f"  {place} {hop.name}\n    {hop.text}")
+        if hop.name not in known:  # whoever meets the function again has read them
+            text += [f"{number:>8} | {line}" for number, line in quoted.items()]
+        known.add(hop.name)
+        for column in itertools.zip_longest(*(lines for *_, lines in calls)):
+            for line in dict.fromkeys(filter(None, column)):
+                ranks = [str(rank) for rank, found in enumerate(column) if found == line]
                 text.append(f"    {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}  {line}")
     return "\n".join(text).lstrip("\n")
 
@@ -303,8 +304,7 @@ def settings(words: Sequence[str], name: str, step: int | None) -> tuple[RunConf
     Raises:
         ConfigError: as train.py's; or the model has no such parameter.
     """
-    given = {word.partition("=")[0] for word in words}
-    tiny = [word for word in TINY if word.partition("=")[0] not in given]
+    tiny = [word for word in TINY if word.partition("=")[0] not in {given.partition("=")[0] for given in words}]
     run = command_line.with_fallback_batch(command_line.compose([*tiny, *words]))
     resolve_batch(run.engine, run.launch.nproc or 1)
     check_library(run.model)
@@ -328,7 +328,7 @@ def walk(options: argparse.Namespace) -> str:
         return transcript(json.loads(answer.read_text(encoding="utf-8")))
 
 
-PLACE = re.compile(r"^<!-- walk: (.*) -->\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+PLACE = re.compile(r"^<!-- walk: ([^\n]*) -->\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 """In a page: the words of the command, and the transcript below them."""
 
 
