@@ -47,6 +47,16 @@ def print_progress(engine: EngineGetters, record: StepRecord) -> None:
         print(f"{line}, grad_norm={record.grad_norm:.6g}, loss_scale={record.loss_scale:g}", flush=True)
 
 
+def refuse_stream(call: str, dataset: Any, world_size: int) -> None:
+    """Raise a ConfigError for a dataset that several ranks cannot share out."""
+    if isinstance(dataset, IterableDataset) and world_size > 1:
+        raise ConfigError(
+            f"{call}: an IterableDataset has no indices to share out: each of {world_size} ranks would train on the "
+            "same samples. Let its iterator give this rank's share (torch.distributed.get_rank()), and make a torch "
+            "DataLoader of it instead"
+        )
+
+
 class DeepSpeedEngine(EngineGetters):
     """A model, its optimizer and this rank's part of ZeRO, under DeepSpeed's names. Made by ``deepzero.initialize``.
 
@@ -126,12 +136,8 @@ class DeepSpeedEngine(EngineGetters):
         """
         if route not in ROUTES:
             raise ConfigError(f"deepspeed_io(route={route!r}): routes are {', '.join(ROUTES)}")
-        if data_sampler is None and isinstance(dataset, IterableDataset) and self.world_size > 1:
-            raise ConfigError(
-                f"an IterableDataset has no indices to share out: each of {self.world_size} ranks would train on the "
-                "same samples. Let its iterator give this rank's share (torch.distributed.get_rank()), and make a "
-                "torch DataLoader of it instead of training_data= or deepspeed_io"
-            )
+        if data_sampler is None:
+            refuse_stream("deepspeed_io", dataset, self.world_size)
         collate_fn = collate_fn or self.collate_fn
         drop_last = self.config.dataloader_drop_last
         if data_sampler is None and not isinstance(dataset, IterableDataset):

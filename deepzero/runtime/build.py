@@ -289,11 +289,11 @@ def place_model(
     # the device after it; what follows gives them rank 0's values.
     model._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(comm.device))
     place_buffers(model, comm)
-    # Frozen parameters have no master and no place in the layout; they are cast where they are, one by one.
+    # Those in no group, frozen or not, have no master and no place in the layout; each is cast where it is.
     dtype, names = Dtypes.of(config).compute, {param: name for name, param in model.named_parameters()}
     placed = {param for group in planned for param in group.params}
     for param in (p for p in names if p not in placed):
-        place_whole(param, comm, dtype if is_real(param) and not param.requires_grad else param.dtype)
+        place_whole(param, comm, dtype if is_real(param) else param.dtype)
     # Group by group: within one, the model's memory is freed before its masters and its flat buffer are taken.
     allocate, replicated = offload.allocate if offload is not None else None, config.zero.stage == 0
     return [ParamGroup([names[p] for p in group.params], group, dtype, comm, allocate, replicated) for group in planned]

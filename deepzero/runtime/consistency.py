@@ -19,6 +19,7 @@ import logging
 import math
 import operator
 import platform
+import re
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
@@ -55,7 +57,7 @@ class RankMismatchError(RuntimeError):
 
 def describe(config: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Everything in which ranks must be alike, by name: settings, parameters, buffers, optimizer and its groups."""
-    lines = {key: repr(value) for key, value in flatten(dataclasses.asdict(config)).items()}
+    lines = {key: _by_value(value) for key, value in flatten(dataclasses.asdict(config)).items()}
     names = {param: name for name, param in model.named_parameters()}
     tensors = {
         "parameter": [f"{name!r} {tuple(p.shape)} {p.dtype} trained={p.requires_grad}" for p, name in names.items()],
@@ -68,8 +70,16 @@ def describe(config: Any, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     lines["number of optimizer groups"] = str(len(optimizer.param_groups))
     for i, group in enumerate(optimizer.param_groups):
         held = [names.get(p, "a tensor outside the model") for p in group["params"]]
-        lines.update({f"optimizer group {i} {key}": repr(v) for key, v in {**group, "params": held}.items()})
+        state = {names.get(p): dict(optimizer.state[p]) for p in group["params"] if optimizer.state.get(p)}
+        alike = {**group, "params": held, "state": state}
+        lines.update({f"optimizer group {i} {key}": _by_value(value) for key, value in alike.items()})
     return lines
+
+
+def _by_value(value: Any) -> str:
+    """A text without what each rank has for itself: a tensor's device, an object's address."""
+    plain = lambda t: t.tolist() if t.numel() == 1 else tuple(t.shape)
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(pytree.tree_map_only(torch.Tensor, plain, value)))
 
 
 def agree_to_start(problem: Exception | None, mine: dict[str, str]) -> None:

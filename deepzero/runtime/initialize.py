@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from deepzero.comm import process_group
 from deepzero.comm.simulated_streams import simulate_streams
 from deepzero.comm.topology import check_ranks
-from deepzero.compat.deepspeed_engine import DeepSpeedEngine
+from deepzero.compat.deepspeed_engine import DeepSpeedEngine, refuse_stream
 from deepzero.compat.optimizer_names import NoOptimizer
 from deepzero.config.deepspeed_json import in_json_words, load_engine_config
 from deepzero.config.engine import EngineConfig, resolve_batch
@@ -31,7 +31,7 @@ from deepzero.runtime.consistency import RankMismatchError, agree_to_start, chec
 from deepzero.runtime.diagnostics import tensor_namer
 from deepzero.runtime.invariance import dependences, refuse_dependence
 from deepzero.runtime.loss_scaler import build_loss_scaler
-from deepzero.runtime.lr_schedules import build_scheduler
+from deepzero.runtime.lr_schedules import Scheduler, build_scheduler
 from deepzero.runtime.muon import Muon, log_choice
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
 from deepzero.runtime.zero.guards import check_unclaimed
@@ -101,7 +101,7 @@ def initialize(
     try:
         settings, problem = _read((config, config_params, args), mpu, mesh_param)
         _join(dist_init_required, distributed_port, settings.comm.timeout_seconds)
-        given = (optimizer, model_parameters, lr_scheduler, total_steps)
+        given = (optimizer, model_parameters, lr_scheduler, total_steps, training_data)
         model, chosen, lr_scheduler = _taken(problem, settings, model, *given)
         trains = not isinstance(chosen, NoOptimizer)
         settings = settings if trains else dataclasses.replace(settings, scheduler=None)
@@ -197,6 +197,7 @@ def _agreed(
     model_parameters: Any,
     lr_scheduler: Any,
     total_steps: int | None,
+    training_data: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """Check what this rank was given, then tell the other ranks: all start, or all raise.
 
@@ -230,22 +231,24 @@ def _agreed(
         check_params(names, chosen)
         check_elementwise(chosen, settings.zero.overlap_param_gather, settings.zero.stage > 0)
         build_loss_scaler(settings.precision)  # can still refuse its numbers
-        if isinstance(lr_scheduler, LRScheduler) and isinstance(chosen, NoOptimizer):
+        refuse_stream("training_data=", training_data, process_group.world_size())
+        if isinstance(lr_scheduler, (LRScheduler, Scheduler)) and lr_scheduler.optimizer is not chosen:
             raise ConfigError(
                 "lr_scheduler= was given, and nothing trains: neither initialize nor its config has an optimizer. Pass "
                 "optimizer=, or leave lr_scheduler= out"
-            )
-        if isinstance(lr_scheduler, LRScheduler) and lr_scheduler.optimizer is not chosen:
-            raise ConfigError(
-                "lr_scheduler= was built for another optimizer than the one that trains, whose rates it would never "
-                "change; build it from the optimizer= that you pass, or pass a callable that makes it from one"
+                if isinstance(chosen, NoOptimizer)
+                else "lr_scheduler= was built for another optimizer than the one that trains, whose rates it would "
+                "never change; build it from the optimizer= that you pass, or pass a callable that makes it from one"
             )
         _warn_of_two("lr_scheduler", lr_scheduler, settings.scheduler)
-        if callable(lr_scheduler) and not callable(getattr(lr_scheduler, "step", None)):
+        if isinstance(lr_scheduler, type) or (callable(lr_scheduler) and not hasattr(lr_scheduler, "step")):
             lr_scheduler = lr_scheduler(chosen)
         if lr_scheduler is None and settings.scheduler is not None and not isinstance(chosen, NoOptimizer):
             lr_scheduler = build_scheduler(settings.scheduler, chosen, total_steps)
-        mine = describe(settings, model, chosen) | {"whether the model has an engine": str(has_engine)}
+        # The curve has the length of the run, which a program may have taken of this rank's own loader.
+        curve = lr_scheduler.curve if isinstance(lr_scheduler, Scheduler) else ""
+        mine = {"lr_scheduler": f"{type(lr_scheduler).__qualname__} {curve}".rstrip()}
+        mine |= describe(settings, model, chosen) | {"whether the model has an engine": str(has_engine)}
     except Exception as error:
         agree_to_start(error, {})
         raise

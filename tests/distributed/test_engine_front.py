@@ -13,7 +13,9 @@ from torch import nn
 
 import deepzero
 from deepzero.comm import process_group
+from deepzero.compat.lr_schedules import WarmupLR
 from deepzero.config.engine import OptimizerConfig
+from deepzero.runtime import consistency
 from deepzero.runtime.consistency import RankMismatchError
 from deepzero.runtime.optimizers import build_optimizer
 from tests.distributed.pool import on_ranks, sampled
@@ -63,6 +65,17 @@ def test_a_step_without_any_backward_pass_is_refused(rank, world, stage):
         engine.step()
     step_on(engine, *batch)
     assert (engine.micro_steps, engine.global_steps) == (3, 1)
+
+
+@on_ranks()
+def test_what_trains_in_no_group_computes_in_the_same_precision(rank, world):
+    for stage in (0, 2, 3):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        settings = config(stage=stage, precision="bf16")
+        engine, *_ = deepzero.initialize(model=model, model_parameters=model[0].parameters(), config=settings)
+        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).sum())
+        engine.step()
+        assert engine.was_step_applied() and model[1].weight.dtype == torch.bfloat16
 
 
 @on_ranks()
@@ -174,6 +187,8 @@ def test_what_is_refused_takes_no_engine_its_model(rank, world, stage):
         {"config": settings, "optimizer": engine.optimizer},
         {"config": settings, "mesh_param": 1},
         {"config": settings, "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(foreign)},
+        {"config": settings, "lr_scheduler": WarmupLR(foreign)},
+        {"config": settings, "training_data": Stream()},
         {"config": settings if rank else {"gradient_cliping": 1}},
         {"config": settings, "model": model if rank else make_model()},
     )):  # fmt: skip
@@ -280,6 +295,14 @@ def with_another_buffer(rank):
     return {"model": model}
 
 
+def with_another_state(rank):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    if rank:
+        optimizer.state[model.norm.bias] = {"step": torch.tensor(3.0), "exp_avg": torch.zeros(24)}
+    return {"model": model, "optimizer": optimizer}
+
+
 DIFFERENT = {
     "config": (lambda rank: {"config": config(stage=1, gradient_clipping=1.0 + rank)},
                "gradient_clipping: 1.0 on rank 0, 2.0 on rank 1"),
@@ -290,6 +313,12 @@ DIFFERENT = {
     "lr": (lambda rank: {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1 * (rank + 1))},
            "optimizer group 0 lr: 0.1 on rank 0, 0.2 on rank 1"),
     "groups": (lambda rank: {"optimizer": lambda p: torch.optim.SGD(p[rank:], lr=0.1)}, "optimizer group 0 params"),
+    "state": (with_another_state,
+              "group 0 state: {} on rank 0, {'norm.bias': {'step': 3.0, 'exp_avg': (24,)}} on rank 1"),
+    "schedule": (lambda rank: {"config": config(stage=1, scheduler={"type": "warmup_cosine"}), "total_steps": 9 + rank},
+                 "lr_scheduler: Scheduler WarmupCosine(warmup_steps=0, total_steps=9, min_lr_ratio=0.1) on rank 0"),
+    "given schedule": (lambda rank: {"lr_scheduler": torch.optim.lr_scheduler.ConstantLR if rank else None},
+                       "lr_scheduler: NoneType on rank 0, ConstantLR on rank 1"),
     "buffer": (with_another_buffer, "buffer 0: 'extra' (4,) torch.float32 on rank 0, 'extra' (5,)"),
 }  # fmt: skip
 
@@ -301,6 +330,19 @@ def test_ranks_that_differ_all_raise(rank, world, what):
     with pytest.raises(RankMismatchError) as error:
         deepzero.initialize(**{"model": make_model(), "config": config(stage=1), **given(rank)})
     assert words in str(error.value)
+
+
+@on_ranks()
+def test_what_a_group_holds_is_compared_by_value(rank, world):
+    """A rate in a tensor by its number, which lies on each rank's own device; a function without its address."""
+    own = [lambda step, n=n: n for n in range(rank + 1)][-1]
+    rate = torch.tensor(0.5)
+    grouped = lambda params: torch.optim.SGD([{"params": params, "rule": own}], lr=rate)
+    engine = deepzero.initialize(model=make_model(), optimizer=grouped, config=config(stage=1))[0]
+    assert consistency.describe(engine.config, engine.module, engine.optimizer)["optimizer group 0 lr"] == "0.5"
+    record = one_step(engine, rank, world)
+    rate.fill_(0.25)  # as a schedule does
+    assert record.lr == 0.5
 
 
 @on_ranks()
