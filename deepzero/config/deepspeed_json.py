@@ -2,8 +2,8 @@
 
 Every key is one of three things: implemented, and read; in one of the tables of :mod:`deepzero.config.deepspeed_keys`,
 which say for what values it has nothing to ask for, or to change; or refused, by name, with the list of what is
-implemented. None is ignored. DeepSpeed itself ignores unknown keys at the top level, which is how a misspelt
-``gradient_cliping`` trains for a week. Our own extension stands in the same mapping under ``comm``.
+implemented. What is read may have nothing to say in a stage, or beside a switch that is off. DeepSpeed ignores unknown
+keys at the top level: a misspelt ``gradient_cliping`` trains for a week. Our own extension is the block ``comm``.
 """
 
 from __future__ import annotations
@@ -85,10 +85,9 @@ def load_activation_config(
     config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str],
 ) -> ActivationCheckpointingConfig:
     """``activation_checkpointing`` alone, for ``checkpointing.configure``."""
-    if isinstance(config, EngineConfig):
-        return config.activation_checkpointing
-    key = "activation_checkpointing"
-    return load_engine_config({key: read_mapping(config).get(key)}).activation_checkpointing
+    if not isinstance(config, EngineConfig):
+        config = load_engine_config({"activation_checkpointing": read_mapping(config).get("activation_checkpointing")})
+    return config.activation_checkpointing
 
 
 def read_mapping(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Mapping[str, Any]:
@@ -160,9 +159,8 @@ def _parsed(name: str, text: str) -> Any:
 
 def _refuse_duplicates(name: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [key for key, _ in pairs]
-    for key in sorted(names):
-        if names.count(key) > 1:
-            raise ConfigError(f"{name} has {key!r} twice in one object: leave one out")
+    if twice := sorted(key for key in names if names.count(key) > 1):
+        raise ConfigError(f"{name} has {twice[0]!r} twice in one object: leave one out")
     return dict(pairs)
 
 
@@ -393,6 +391,8 @@ def _precision(given: Mapping[str, Any]) -> PrecisionConfig:
     # A block that is present but not enabled is still checked, so that enabling it later brings no surprise.
     checked = build(PrecisionConfig, {**fp16, "dtype": "fp16"}, "fp16")
     skips = convert(bool, bf16.get("check_grad_overflow", False), "bf16.check_grad_overflow")
+    if use_fp16 and checked.loss_scale and (idle := [name for name in fp16 if name not in ("loss_scale", "auto_cast")]):
+        _say(f"fp16.loss_scale={checked.loss_scale:g} is fixed, and {', '.join(idle)} says nothing")
     other = PrecisionConfig("bf16", check_grad_overflow=skips) if use_bf16 else PrecisionConfig()
     return checked if use_fp16 else other
 

@@ -15,7 +15,7 @@ _Rules = dict[str, tuple[tuple[Any, ...], str]]
 _ZERO_SATISFIED: _Rules = {
     "ignore_unused_parameters": ((True,), "a parameter without gradient counts as zeros"),
     "legacy_stage1": (_NO, "there is one stage 1"),
-    "log_trace_cache_warnings": (_OFF_OR_ON, "rank 0 says it once when modules come in another order"),
+    "log_trace_cache_warnings": (_OFF_OR_ON, "rank 0 says when modules come in another order, the 1st and 10th time"),
     "memory_efficient_linear": (_ON_OR_OFF, "autograd keeps no view of a weight from a forward pass"),
     "override_module_apply": (_ON_OR_OFF, "a later constructor may write to what is partitioned"),
     "parameter_alignment": (_OFF_OR_ON, "every parameter starts aligned"),

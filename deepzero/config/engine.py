@@ -82,7 +82,7 @@ class CommConfig(Section):
     """Ranks that share a node, consecutive ones: qgZ reduces there first, and the ledger tells what leaves a node. On
     one machine nodes can be pretended. None: as the launcher says (``LOCAL_WORLD_SIZE``), else all."""
     timeout_seconds: float = 600.0
-    """A collective that takes longer raises."""
+    """A collective that takes longer raises. Not read where the script has joined the process group itself."""
     save_timeout_seconds: float = 1800.0
     """A save is given up when a rank's disk has taken nothing for so long. No collective waits for a disk."""
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
@@ -120,7 +120,7 @@ class OptimizerConfig:
     """Which torch optimizer, with which arguments."""
 
     target: str = "AdamW"
-    """``Adam``, ``AdamW``, ``SGD``, or the dotted path of any elementwise ``torch.optim.Optimizer`` class."""
+    """``Adam``, ``AdamW``, ``CPUAdam``, ``Muon``, another class of ``torch.optim`` by name, any by its dotted path."""
     params: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that class."""
 
@@ -138,7 +138,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class EngineConfig(Section):
-    """Everything ``deepzero.initialize`` reads. Batch sizes are in sequences (samples)."""
+    """Everything ``deepzero.initialize`` reads; sections are described by their classes. Batch sizes are in samples."""
 
     train_batch_size: Count | None = None
     """Sequences per optimizer step over all ranks = micro-batch × accumulation × ranks. Any two give the third."""

@@ -39,8 +39,11 @@ class ModelConfig(Section):
     ffn_hidden: int | None = None
     """Width of the feed-forward layer; None: 4 times ``n_embd``, or 8/3 of it rounded up to 64 for swiglu."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Before attention and feed-forward layer, and at the end."""
     position: Literal["learned", "rope"] = "learned"
+    """Learned embeddings, or rotated queries and keys."""
     activation: Literal["gelu", "swiglu"] = "gelu"
+    """Of the feed-forward layer."""
     bias: bool = True
     """Biases in linear layers and layer norms."""
     tied: bool = True
@@ -151,7 +154,7 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True)
 class LaunchConfig(Section):
-    """``launch.*``: ranks that ``python train.py`` starts by itself. Ignored under torchrun, which has started them."""
+    """``launch.*``: ranks that ``python train.py`` starts. torchrun has its own ``nproc`` and ``max_restarts``."""
 
     where = "launch"
 
@@ -204,10 +207,12 @@ class ProfilerConfig(Section):
     where = "profiler"
 
     enabled: bool = False
+    """Whether it runs; the other keys wait for that."""
     wait: NotNegative = 2
     """Steps before the profiler warms up."""
     warmup: NotNegative = 1
-    active: NotNegative = 3
+    """Steps in which it runs and records nothing."""
+    active: Count = 3
     """Steps that are recorded."""
     repeat: Count = 1
     """How often wait, warmup and active come, one after the other; a trace each time."""
@@ -228,12 +233,12 @@ class DebugConfig(Section):
     detect_anomaly: bool = False
     """torch.autograd's anomaly mode: slow, names the forward operation of a NaN."""
     inject_overflow_at: Annotated[int, AtLeast(1, ": steps are counted from 1")] | None = None
-    """fp16 or bf16: multiply the loss by infinity at this step on rank 0, to see how the engine reacts."""
+    """In any precision: multiply the loss by infinity at this step on rank 0, to see how the engine reacts."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run of ``train.py``."""
+    """One run of ``train.py``. Its sections are described by their classes."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -252,6 +257,8 @@ class RunConfig:
         rule = f"is about fp16's loss scale, and precision.dtype={precision.dtype} has none; leave it out, or choose"
         of_scale = {f.name for f in fields(PrecisionConfig)} - {"dtype", "auto_cast", "check_grad_overflow"}
         precision.idle_unless(precision.dtype == "fp16", f"{rule} precision=fp16", *sorted(of_scale))
+        rule = f"is about a dynamic scale, and precision.loss_scale={precision.loss_scale:g} is fixed; leave one out"
+        precision.idle_unless(precision.loss_scale == 0, rule, *sorted(of_scale - {"loss_scale"}))
         step, steps = self.debug.inject_overflow_at, self.train.steps
         rule = f"the run ends at train.steps={steps}; choose an earlier step"
         self.debug.need(step is None or step <= steps, "inject_overflow_at", rule)
@@ -282,7 +289,13 @@ class RunConfig:
             if key in engine:
                 engine[key] = _with_params(kind, engine[key], key)
         rest = {key: value for key, value in mapping.items() if key in own_keys}
-        return build(cls, {"engine": build(EngineConfig, engine), **rest})
+        run = build(cls, {"engine": build(EngineConfig, engine), **rest})
+        # Here, as a JSON may say these for a program, and the loggers' names are filled in later.
+        run.engine.idle_unless(False, "is for engine.deepspeed_io; train.py has whole batches", "dataloader_drop_last")
+        run.engine.idle_unless(False, "is for engine.load_checkpoint; train.py loads train.resume", "load_universal")
+        of_wandb = ("project", "wandb_mode", "run_name", "group", "tags")
+        run.logger.idle_unless("wandb" in run.logger.names, "needs logger=wandb, or logger=all", *of_wandb)
+        return run
 
 
 def _with_params(cls: type, value: Any, where: str) -> Any:

@@ -78,7 +78,7 @@ class OffloadParamConfig(Section):
     buffer_size: Count = 100_000_000
     """nvme: at most so many elements of a bucket's part; one that is larger is refused."""
     pin_memory: bool = True
-    """As for ``offload_optimizer``; one arena holds both, and is locked when either asks for it."""
+    """As for ``offload_optimizer``; one arena holds both, and is locked unless either says false."""
     max_in_cpu: NotNegative | None = None
     """At most so many elements of a rank's parts are kept there; the rest stays on the device. None: all are. (In
     DeepSpeed the key concerns NVMe alone, and its default is 1e9.)"""

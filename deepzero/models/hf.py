@@ -21,7 +21,7 @@ def check_library(config: ModelConfig) -> None:
     """Refuse, before anything starts, a model type that is not there; our own models always are.
 
     Raises:
-        ConfigError: ``transformers`` is not installed, or has no causal language model of that type.
+        ConfigError: ``transformers`` is not installed, or has no causal language model of that type and shape.
     """
     if config.library == "own":
         return
@@ -34,6 +34,9 @@ def check_library(config: ModelConfig) -> None:
             f"model.name={config.name!r}: transformers has no causal language model of this type; it has gpt2, llama, "
             "mistral, mixtral, qwen2, qwen2_moe and others"
         )
+    from transformers import AutoConfig
+
+    _shape(AutoConfig.for_model(config.name), config)
 
 
 class HFModel(TextGenerator):
@@ -70,21 +73,23 @@ class HFModel(TextGenerator):
 
 
 def _shape(theirs: Any, config: ModelConfig) -> Any:
-    """Our keys under their names; what a model type does not have is left alone."""
-    hidden = config.ffn_hidden or 4 * config.n_embd
+    """Our keys under their names; one that is set and that the model type does not have is refused."""
+    hidden = ("ffn_hidden", config.ffn_hidden or 4 * config.n_embd)
     theirs.vocab_size, theirs.hidden_size = config.vocab_size, config.n_embd
     theirs.num_hidden_layers, theirs.num_attention_heads = config.n_layer, config.n_head
     theirs.max_position_embeddings, theirs.tie_word_embeddings = config.block_size, config.tied
     optional = dict.fromkeys(
         ("intermediate_size", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size"), hidden
     )
-    optional["num_key_value_heads"] = config.n_kv_head or config.n_head
-    optional["head_dim"] = config.n_embd // config.n_head
-    for name, value in theirs.to_dict().items():
-        if name in optional:
-            setattr(theirs, name, optional[name])
-        elif "drop" in name and isinstance(value, float):
-            setattr(theirs, name, config.dropout)
+    optional["num_key_value_heads"] = ("n_kv_head", config.n_kv_head or config.n_head)
+    optional["head_dim"] = ("head_dim", config.n_embd // config.n_head)
+    has = theirs.to_dict()
+    optional |= {name: ("dropout", config.dropout) for name in has if "drop" in name and isinstance(has[name], float)}
+    for name in optional.keys() & has.keys():
+        setattr(theirs, name, optional[name][1])
+    for key in ("ffn_hidden", "n_kv_head", "dropout"):
+        used = any(optional[name][0] == key for name in optional.keys() & has.keys())
+        config.idle_unless(used, f"a model of the type {config.name} has none; leave it out", key)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(theirs, name, None)
     return theirs

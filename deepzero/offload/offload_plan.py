@@ -206,8 +206,8 @@ def staging_regions(planned: Sequence[GroupPlan], dtype: torch.dtype, settings: 
 
 
 def asks_for_pinning(optimizer: OffloadOptimizerConfig, param: OffloadParamConfig) -> bool:
-    """Whether either side asks for locked pages of the arena that both share."""
-    return any(side.device != "none" and side.pin_memory for side in (optimizer, param))
+    """Whether the arena that both sides share is locked: unless one of them says no."""
+    return all(side.pin_memory for side in (optimizer, param) if side.device != "none")
 
 
 def usable_cores() -> frozenset[int]:

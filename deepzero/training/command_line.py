@@ -192,9 +192,9 @@ class CommandLine:
             if run.plan:
                 raise ConfigError("plan=true starts nothing: run it with python, not with torchrun")
             here, world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ["WORLD_SIZE"])
-            if run.launch.nproc not in (None, here):
-                what = f"launch.nproc={run.launch.nproc}, but torchrun has started {here} ranks here"
-                raise ConfigError(f"{what}; leave it out")
+            rule = f"torchrun has started {here} ranks here; leave it out"
+            run.launch.need(run.launch.nproc in (None, here), "nproc", rule)
+            run.launch.idle_unless(False, "write torchrun's own --max-restarts; leave it out", "max_restarts")
             if run.launch.device == "auto":
                 refuse_missing_gpu()
             os.environ["DEEPZERO_DEVICE"] = device = launcher.choose_device(run.launch.device, here)

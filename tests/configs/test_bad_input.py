@@ -97,10 +97,14 @@ VALUES = [
     (["data=tokens", "data.path=/nowhere"], ["/nowhere"]),
     (["profiler=torch", "train.steps=3"], ["train.steps=3", "6 steps"]),
     (["profiler=torch", "profiler.ranks=[2]"], ["profiler.ranks=[2]", "0 to 1"]),
-    (["profiler=torch", "profiler.active=0"], ["profiler.active=0"]),
+    (["profiler.active=0"], ["profiler.active=0"]),
     (["logger.names=[wandb,neptune]"], ["neptune", "tensorboard"]),
     (["logger.project=a/b"], ["logger.project='a/b'", "none of /"]),
     (["logger.run_name=''"], ["logger.run_name=''", "1 to 128"]),
+    (["logger.run_name=mine"], ["logger.run_name='mine'", "needs logger=wandb"]),
+    (["precision=fp16", "precision.loss_scale=128", "precision.hysteresis=1"], ["precision.hysteresis=1", "is fixed"]),
+    (["dataloader_drop_last=true"], ["dataloader_drop_last=True", "train.py has whole batches"]),
+    (["load_universal=true"], ["load_universal=True", "train.resume"]),
 ]  # fmt: skip
 
 

@@ -298,10 +298,13 @@ def test_what_says_nothing_is_said_once_and_is_of_its_kind(key, kind, said):
         read([5])
 
 
-def test_only_the_first_rank_says_it(said, monkeypatch):
+def test_only_the_first_rank_says_it_and_what_a_fixed_loss_scale_leaves_out(said, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     load_engine_config(zero(contiguous_gradients=False))
     assert said.messages == []
+    monkeypatch.delenv("RANK")
+    load_engine_config({"fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 4}})
+    assert ["loss_scale=8 is fixed, and hysteresis says nothing" in text for text in said.messages] == [True]
 
 
 def test_a_setting_by_its_key():

@@ -54,5 +54,7 @@ def test_checkpointing_gives_the_same_gradients():
 def test_what_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="no causal language model of this type"):
         check_library(small("no_such_model"))
+    with pytest.raises(ConfigError, match=r"model.n_kv_head=1: a model of the type gpt2 has none"):
+        check_library(small("gpt2", n_kv_head=1))
     with pytest.raises(ConfigError, match=r"model.norm='rmsnorm'"):
         small("llama", norm="rmsnorm")
