@@ -105,7 +105,7 @@ class Estimator:
             raise ConfigError("the settings name no optimizer: choose one with optimizer=…")
         self.run, self.make, self.cluster, self.world = run, make, cluster, world
         self.nodes = Nodes(world.world_size, run.engine.comm.ranks_per_node or world.ranks_of_host)
-        self.dtypes = Dtypes.of(run.engine)
+        self.dtypes = Dtypes.of(run.engine, world.world_size)
         self.optimizer = run.engine.optimizer
         build_optimizer(self.optimizer, [torch.nn.Parameter(torch.zeros(64))])  # can refuse its settings
         self.numel = self.largest = 0

@@ -57,10 +57,11 @@ class Dtypes:
     accumulation: torch.dtype
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Dtypes:
+    def of(cls, config: EngineConfig, world_size: int | None = None) -> Dtypes:
         """The compute dtype is also the wire dtype unless ``communication_data_type`` says otherwise."""
         compute = config.precision.dtype
-        wire = config.communication_data_type or compute
+        # One rank sends nothing: what it adds up is not rounded as if it did.
+        wire = (config.communication_data_type if world_size != 1 else None) or compute
         return cls(*(TORCH_DTYPES[name] for name in (compute, wire, config.grad_accum_dtype)))
 
     def cast(self, value: Any) -> Any:
@@ -153,7 +154,7 @@ def build_zero(
     Raises:
         ConfigError: an optimizer that does not fit the model; a host without room. Elementwise it is known to be.
     """
-    dtypes, zero = Dtypes.of(config), config.zero
+    dtypes, zero = Dtypes.of(config, comm.world_size), config.zero
     names = {param: name for name, param in model.named_parameters()}
     # Autograd reaches the last layer first. Registration order backwards is the best guess without a run.
     arrival = {param: place for place, param in enumerate(reversed(list(names)))}

@@ -350,6 +350,16 @@ def test_gradients_that_overflow_at_the_smallest_scale_raise(rank, world):
 
 
 @on_ranks(1)
+def test_one_rank_rounds_nothing_for_the_way(rank, world):
+    """Nor the micro-batches after the first, which are added to its sum."""
+    found = set()
+    for wire in ({}, {"communication_data_type": "bf16"}):
+        engine = start(make_model(), stage=2, gradient_accumulation_steps=2, **wire)
+        found.add((one_step(engine, rank, world).grad_norm, engine.params_sha256()))
+    assert len(found) == 1
+
+
+@on_ranks(1)
 def test_what_cannot_be_scaled_or_left_unsynchronized(rank, world):
     engine = built(config(stage=3))
     x = torch.ones(3, requires_grad=True)
