@@ -17,8 +17,8 @@ Two ways of summing:
             bucket, stage, timing or W (``invariance.py``); it is also more accurate than adding in bf16 along a ring.
 ``native``  the backend's reduce-scatter or all-reduce in the wire dtype.
 
-Volume per rank: a bucket of B elements sends ``(W-1)/W * B``, in both. Beside ``exact`` a third way may be given, which
-takes some of the buckets: qgZ, in few bits, in ``quantized_reduce.py``.
+Volume per rank: a bucket of B elements sends ``(W-1)/W * B`` in both ways, and as much again for whole sums. Beside
+``exact`` a third way may be given, which takes some of the buckets: qgZ, in few bits, in ``quantized_reduce.py``.
 
 Sources: [stage-1 post] for the bucket; ``allreduce_bucket`` and ``reduce_ipg_grads`` in ``stage_1_and_2.py`` of
 [DeepSpeed].
@@ -79,6 +79,7 @@ class InflightReduce:
     around_sum: AroundSum
     place: str  # the bucket's first parameter, for traces
     parts: list[Part] = field(default_factory=list)  # what has to be added up when `pending` is over
+    factor: float = 1.0  # multiplies the sum
     pending: Pending | None = None
     # qgZ alone: waits for `pending`, launches a second exchange, and puts its `parts` and `pending` in their place.
     second_hop: Callable[[], None] | None = None
@@ -96,7 +97,8 @@ class BucketReducer:
 
     Args:
         comm: the ranks.
-        capacity: elements of the largest bucket that will ever be reduced, in ``wire_dtype``.
+        capacity: elements of the largest bucket that will ever be reduced.
+        wire_dtype: in which gradients travel.
         method: ``exact`` or ``native``; see the module's text.
         whole: every rank gets the whole sum (an all-reduce) instead of its own shard (a reduce-scatter).
         depth: buffers; 1 waits for each reduction before the next bucket is filled.
@@ -139,9 +141,8 @@ class BucketReducer:
         recv_bytes = shards * (capacity // world_size) * self.wire_dtype.itemsize
         if self.strategy is not None:
             recv_bytes = max(recv_bytes, self.strategy.mail_bytes(capacity))
-        # Zeroed, so that the padding behind a shorter bucket is never read as garbage.
-        send = torch.zeros(capacity, dtype=self.wire_dtype, device=device)
-        recv_buffer = torch.zeros(recv_bytes, dtype=torch.uint8, device=device)
+        send = torch.empty(capacity, dtype=self.wire_dtype, device=device)
+        recv_buffer = torch.empty(recv_bytes, dtype=torch.uint8, device=device)
         return BucketBuffers(send, recv_buffer, *(accelerator_of(device).event(device) for _ in range(2)))
 
     def buffers(self) -> list[torch.Tensor]:
@@ -164,17 +165,13 @@ class BucketReducer:
 
     # ---- 3 gradient ready: fill, send --------------------------------------------------------------------------------
 
-    def _reduces_in_place(self, accumulate: bool) -> bool:
-        """World size 1 and no accumulation: the caller fills ``output`` directly."""
-        return self.comm.world_size == 1 and not accumulate
-
     def acquire(self, bucket: Bucket, output: torch.Tensor, accumulate: bool) -> torch.Tensor:
         """The memory to fill with ``bucket``'s gradients, 1-D, ``bucket.numel`` elements.
 
         Waits for the oldest reduction when all buffers are in use. ``output`` and ``accumulate`` are :meth:`launch`'s.
         """
-        if self._reduces_in_place(accumulate):
-            return output
+        if self.comm.world_size == 1 and not accumulate:
+            return output  # nothing travels, and the caller fills it directly
         while not self._free_buffers:
             self._finish(self._in_flight.popleft())
         buffers = self._free_buffers[0]  # stays at the head until ``launch`` takes it: one acquire, one launch
@@ -203,13 +200,8 @@ class BucketReducer:
             group: the number of the bucket's group.
             place: the bucket's first parameter, for traces.
         """
-        if self._reduces_in_place(accumulate):
-            # Nothing travels. The launch is counted all the same: one rank's ledger has as many calls as any other's.
-            kind = ALL_REDUCE if self.whole and self.method == "native" else REDUCE_SCATTER
-            self.comm.exchange(kind + self.suffix, [output], [output], 0, f"bucket {bucket.index}").wait()
-            with around_sum():
-                if on_chunk is not None:
-                    on_chunk(output, 0)
+        if self.comm.world_size == 1 and not accumulate:
+            self._end_in_place(bucket, output, on_chunk, around_sum)
             return
         buffers = self._free_buffers.popleft()
         buffers.filled.record()
@@ -252,6 +244,7 @@ class BucketReducer:
         if self.wire_dtype == torch.float16:
             # A sum of W fp16 numbers can leave fp16's range where their mean cannot.
             send.div_(world)
+            inflight.factor = float(world)  # undoes it, when the sum is in fp32
         if self.whole:
             padding = 2 * (world - 1) * (bucket.numel - bucket.true_numel()) // world
             inflight.pending = self.comm.all_reduce(ALL_REDUCE + self.suffix, send, padding, where)
@@ -283,12 +276,9 @@ class BucketReducer:
                 inflight.pending.wait()
             gathers = self.whole and self.method == "exact" and bucket.shard_numel < inflight.output.numel()
             output = inflight.output.split(bucket.shard_numel)[comm.rank] if gathers else inflight.output
-            # Undo the division of _launch_native, now that the sum is in fp32.
-            factor = float(comm.world_size) if self.method == "native" and self.wire_dtype == torch.float16 else 1.0
             with inflight.around_sum():
-                comm.sum_in_rank_order(
-                    output, inflight.parts, inflight.accumulate, self._scratch, factor, on_chunk=inflight.on_chunk
-                )
+                parts, factor, on_chunk = inflight.parts, inflight.factor, inflight.on_chunk
+                comm.sum_in_rank_order(output, parts, inflight.accumulate, self._scratch, factor, on_chunk=on_chunk)
             comm.chaos.poison(buffers.send, buffers.recv_buffer)
             if gathers:
                 self.gather(bucket, inflight.output)
@@ -316,3 +306,13 @@ class BucketReducer:
         # The current stream goes on after the lane's last sum into each buffer's output.
         for buffers in self._free_buffers:
             buffers.free.wait()
+
+    def _end_in_place(
+        self, bucket: Bucket, output: torch.Tensor, on_chunk: Measure | None, around_sum: AroundSum
+    ) -> None:
+        # One rank: nothing travels, and the gradients are in ``output``. The launch is counted all the same.
+        kind = ALL_REDUCE if self.whole and self.method == "native" else REDUCE_SCATTER
+        self.comm.exchange(kind + self.suffix, [output], [output], 0, f"bucket {bucket.index}").wait()
+        with around_sum():
+            if on_chunk is not None:
+                on_chunk(output, 0)

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.exact_sum import Measure
 from deepzero.config.zero import OffloadOptimizerConfig
 from deepzero.layout import Bucket
 from deepzero.offload.copy_streams import (
@@ -282,11 +281,10 @@ class HostGradients:
         """Let the next step's sums go to the other copy: this one's are in use."""
         self._current = (self._current + 1) % self.copies
 
-    def output(self, group: int, bucket: Bucket, accumulate: bool, padding: int, measure: Measure | None) -> GradOutput:
+    def output(self, group: int, bucket: Bucket, accumulate: bool, padding: int) -> GradOutput:
         """Where the reducer writes a bucket's sum: the oldest slot. It leaves when it is written, in stream order.
 
-        With ``accumulate`` what is on the host comes there first; ``padding`` elements of it belong to no parameter;
-        ``measure`` sees the finished sum.
+        With ``accumulate`` what is on the host comes there first; ``padding`` elements of it belong to no parameter.
         """
         slot = self.slots[0]
         self.slots.rotate(-1)
@@ -312,7 +310,7 @@ class HostGradients:
             slot.copy = self._down[key] = self.wire.to_host(TO_HOST, target, source, padding, where)
             slot.taken = None
 
-        return source, measure, there_and_back
+        return source, there_and_back
 
     def drain(self) -> None:
         """Wait for everything that has left, the oldest first. Afterwards the sums may be read."""
@@ -454,11 +452,11 @@ class HostOptimizerShard(OptimizerShard):
 
     # ---- 3, 4: reduced gradients arrive ------------------------------------------------------------------------------
 
-    def grad_output(self, group: int, bucket: Bucket, accumulate: bool, measure: Measure | None) -> GradOutput:
+    def grad_output(self, group: int, bucket: Bucket, accumulate: bool) -> GradOutput:
         """Where the reducer writes a bucket's sum: ``grad_S``, or a slot that leaves for the host at once."""
         if not self.groups[group].placement.steps_on_host(bucket):
-            return super().grad_output(group, bucket, accumulate, measure)
-        return self.gradients.output(group, bucket, accumulate, bucket.padding_of(self.rank), measure)
+            return super().grad_output(group, bucket, accumulate)
+        return self.gradients.output(group, bucket, accumulate, bucket.padding_of(self.rank))
 
     def grad_shard(self, group: int, bucket: Bucket) -> torch.Tensor:
         """This rank's part of a bucket's reduced gradients, on either side."""

@@ -351,7 +351,7 @@ class GradientReducer:
             self._measured.add((g, bucket.index))
         # Further ones of a step are added to it, in the order of the global batch, whatever W: see ``invariance.py``.
         accumulate = self.reduced or again
-        output, on_chunk, around_sum = self.shard.grad_output(g, bucket, accumulate, measure)
+        output, around_sum = self.shard.grad_output(g, bucket, accumulate)
         if self.every_pass and self.bucket_reducer.whole:
             output = self.shard.grad_shard(g, bucket)  # the others' sums come when they are complete: reduce_now
         first = self.groups[g].names[bucket.slots[0].index]
@@ -359,7 +359,7 @@ class GradientReducer:
             # Waits only where all buffers are under way: the oldest is then added up, and filled anew.
             send_buffer = self.bucket_reducer.acquire(bucket, output, accumulate)
             self.unreduced.fill(g, bucket, send_buffer, name_unused=not again)
-            self.bucket_reducer.launch(bucket, output, accumulate, on_chunk, around_sum, g, first)
+            self.bucket_reducer.launch(bucket, output, accumulate, measure, around_sum, g, first)
         if self.on_launched is not None:
             self.on_launched(g, bucket)
 

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from deepzero.comm.exact_sum import Measure
 from deepzero.comm.reduce_scatter import AroundSum
 from deepzero.layout import Bucket
 from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
@@ -34,9 +33,9 @@ from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 # ---- 5 step ----------------------------------------------------------------------------------------------------------
 
 
-GradOutput = tuple[torch.Tensor, Measure | None, AroundSum]
-"""Where a bucket's sum is written; who sees the finished sum, chunk by chunk; and the context of the writing: what is
-added to may come from elsewhere, where the sum then goes."""
+GradOutput = tuple[torch.Tensor, AroundSum]
+"""Where a bucket's sum is written, and the context of the writing: what is added to may come from elsewhere, where the
+sum then goes."""
 
 OnePassStep = Callable[..., Any]
 """``CPUAdam.step``: widens ``grads``, divides by ``scale``, steps on masters ``only``, casts into ``out``."""
@@ -110,24 +109,23 @@ class OptimizerShard:
         # torch's contract with GradScaler: such an optimizer divides by the attribute ``grad_scale`` while it steps.
         self._divides = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         # The user has the same optimizer object in hand, and must not step with it.
-        self._allowed = False
+        self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_direct_step)
 
     # ---- 3, 4: reduced gradients arrive ------------------------------------------------------------------------------
 
-    def grad_output(self, group: int, bucket: Bucket, accumulate: bool, measure: Measure | None) -> GradOutput:
+    def grad_output(self, group: int, bucket: Bucket, accumulate: bool) -> GradOutput:
         """Where the reducer writes the sum of a bucket's gradients: bucket ``bucket`` of ``groups[group]``."""
         # ``accumulate``: it is added to what this step has brought already; here that happens in place, in ``grad_S``.
-        # ``measure`` sees the result while it is in the core's cache.
         if self.whole_sums:
             # Stage 0 steps on all of it. Stage 1 with reduce_scatter=False uses a W-th of what it receives.
-            return bucket.of(self.grad_S[group]), measure, contextlib.nullcontext
+            return bucket.of(self.grad_S[group]), contextlib.nullcontext
         start = self.groups[group].layout.shard_numel - self.grad_S[group].numel()  # what comes before is on the host
-        return bucket.shard_of(self.grad_S[group], start), measure, contextlib.nullcontext
+        return bucket.shard_of(self.grad_S[group], start), contextlib.nullcontext
 
     def grad_shard(self, group: int, bucket: Bucket) -> torch.Tensor:
         """This rank's part of a bucket's reduced gradients: 1-D, ``bucket.shard_numel`` elements."""
-        output, *_ = self.grad_output(group, bucket, False, None)
+        output, _ = self.grad_output(group, bucket, accumulate=False)
         return output.split(bucket.shard_numel)[self.rank] if self.whole_sums else output
 
     def cut_grads(self) -> dict[torch.Tensor, torch.Tensor]:
@@ -202,7 +200,7 @@ class OptimizerShard:
         """Step on ``masters``, and cast the new value of each into its tensor of ``outs``, if it has one."""
         # CPUAdam casts in its one pass over memory; behind any other optimizer each fragment is copied.
         try:
-            self._allowed = True
+            self._stepping = True
             if self._one_pass is not None:
                 grads = [self.grads[master] for master in masters]
                 self._one_pass(grads=grads, out=outs, scale=divisor, only=masters)
@@ -212,7 +210,7 @@ class OptimizerShard:
                     if out is not None:
                         out.copy_(master.view(-1))
         finally:
-            self._allowed = False
+            self._stepping = False
 
     def _unscale_and_step(self, masters: Sequence[torch.Tensor], divisor: float) -> None:
         """Step with one of torch's optimizers, which pass over parameters without ``.grad``: other sub-groups'."""
@@ -239,7 +237,7 @@ class OptimizerShard:
                 master.grad = None  # grad_S is kept, and the next reduction writes into it
 
     def _refuse_direct_step(self, *_: object) -> None:
-        if not self._allowed:
+        if not self._stepping:
             raise RuntimeError(
                 "optimizer.step() was called directly; under ZeRO this rank's optimizer holds a share of the "
                 "parameters and its gradients are not reduced yet. Call engine.step() instead"
