@@ -4,17 +4,19 @@ This module is pure integers, and needs no process: it can be asked about 10,000
 
 [Note: the tensors of ZeRO]
     ``W`` ranks · ``N`` true elements · ``P`` elements with padding · ``S = P / W`` a rank's shard · ``B`` a bucket.
-    ZeRO's tensors are one-dimensional, and their names carry their extent:
+    ZeRO's tensors are one-dimensional, and their names carry their extent. In texts and comments (and in the code, as):
 
-    ``flat_P``    all parameters of a group, end to end, in the compute dtype (DeepSpeed's ``bit16_groups_flat``);
-    ``shard_S``   stage 3: this rank's shard of the parameters, in the compute dtype (``shard_on_device``);
-    ``master_S``  all the optimizer sees: fp32, ``masters_on_device`` (``single_partition_of_fp32_groups``);
-    ``grad_S``    this rank's shard of the reduced gradients;
+    ``flat_P``    all parameters of a group, end to end, in the compute dtype (also DeepSpeed's ``bit16_groups_flat``);
+    ``shard_S``   stage 3: this rank's shard of the parameters, compute dtype (``shard_on_device``, ``shard_on_host``);
+    ``master_S``  all the optimizer sees: fp32 (``masters_on_device``, ``masters_on_host``, and, where fp32 parameters
+                  are their own masters, neither; bucket by bucket ``single_partition_of_fp32_groups``);
+    ``grad_S``    this rank's shard of the reduced gradients, in stage 0 all P (a list, one tensor a group);
     ``send``      a bucket's gradients on their way to their owners, in the wire dtype (of ``BucketBuffers``).
 
     Parameters are laid out in the order in which their gradients arrive, each start aligned to ``ALIGN`` elements. A
     *bucket* is a run of consecutive parameters, closed before it exceeds the bucket size, and padded to a multiple of
-    ``W * ALIGN``. Rank r owns the r-th W-th part **of every bucket**::
+    ``W * ALIGN``. (``runtime/per_tensor.py`` orders, closes and pads them so that none is cut.) Rank r owns the r-th
+    W-th part **of every bucket**::
 
         bucket 0                bucket 1                        bucket 2
         |  r0  |  r1  |  r2  |    |   r0    |   r1    |   r2    |   |  r0  |  r1  |  r2  |      flat_P
@@ -128,7 +130,8 @@ class Bucket:
     def gaps(self) -> list[tuple[int, int]]:
         """Ranges that belong to no parameter, relative to the bucket's start, in elements."""
         # Behind each slot: up to ALIGN - 1 elements, because the next parameter starts aligned. Behind the last one:
-        # what fills the bucket up to a multiple of W * ALIGN, so that its W shards are equal.
+        # what fills the bucket up to a multiple of W * ALIGN, so that its W shards are equal. ``per_tensor.py`` fills
+        # every rank's part by itself.
         ends = [self.offset, *(slot.end for slot in self.slots)]
         starts = [*(slot.offset for slot in self.slots), self.offset + self.numel]
         return [(a - self.offset, b - self.offset) for a, b in zip(ends, starts, strict=True) if a < b]
@@ -170,7 +173,7 @@ class FlatLayout:
 
     @property
     def largest_bucket(self) -> int:
-        """B: elements a bucket must be able to hold."""
+        """B: elements, with padding, of the largest bucket."""
         return max((bucket.numel for bucket in self.buckets), default=0)
 
     def fragments(self, rank: int) -> list[Fragment]:

@@ -27,8 +27,8 @@ class GroupPlan:
     partitioned: bool  # stage 3: every rank keeps a part
     per_tensor: bool = False  # laid out so that no parameter is cut: the optimizer gets each in its shape
     own_masters: bool = False  # the parameters are fp32: their own masters, where both are on one side
-    optimizer_buckets: int = 0  # masters, moments and reduced gradients of so many, from the first, are in host memory
-    parameter_buckets: int = 0  # this rank's part of the parameters of so many
+    host_optimizer_buckets: int = 0  # so many, from the first, have masters, moments and reduced gradients on the host
+    host_parameter_buckets: int = 0  # so many have this rank's part of their parameters there
 
     @property
     def trained(self) -> bool:
@@ -36,30 +36,30 @@ class GroupPlan:
         return self.optimizer_group is not None
 
     @property
-    def optimizer_numel(self) -> int:
+    def host_optimizer_numel(self) -> int:
         """Elements of the shard, padding included, that the CPU steps on."""
-        return sum(bucket.shard_numel for bucket in self.layout.buckets[: self.optimizer_buckets])
+        return sum(bucket.shard_numel for bucket in self.layout.buckets[: self.host_optimizer_buckets])
 
     @property
-    def parameter_numel(self) -> int:
+    def host_parameter_numel(self) -> int:
         """Elements of the shard, padding included, whose parameters are in host memory."""
-        return sum(bucket.shard_numel for bucket in self.layout.buckets[: self.parameter_buckets])
+        return sum(bucket.shard_numel for bucket in self.layout.buckets[: self.host_parameter_buckets])
 
     @property
-    def host_masters(self) -> range:
+    def host_master_span(self) -> range:
         """Elements of the shard with a separate master in host memory."""
         # In fp32 the first buckets, whose parameters are in host memory too, are their own masters.
-        stop = self.optimizer_numel if self.trained else 0
-        return range(min(self.parameter_numel, stop) if self.own_masters else 0, stop)
+        stop = self.host_optimizer_numel if self.trained else 0
+        return range(min(self.host_parameter_numel, stop) if self.own_masters else 0, stop)
 
     @property
-    def device_masters(self) -> range:
+    def device_master_span(self) -> range:
         """Elements of the shard with a separate master on the device."""
         # In fp32 those alone whose parameters are in host memory, but which the device steps on.
-        start = self.optimizer_numel
+        start = self.host_optimizer_numel
         if not self.trained:
             return range(0)
-        return range(start, max(self.parameter_numel, start) if self.own_masters else self.layout.shard_numel)
+        return range(start, max(self.host_parameter_numel, start) if self.own_masters else self.layout.shard_numel)
 
     def own_masters_at(self, bucket: Bucket) -> bool:
         """Whether this bucket's parameters are their own masters."""
@@ -67,8 +67,8 @@ class GroupPlan:
 
     def steps_on_host(self, bucket: Bucket) -> bool:
         """Whether the CPU steps on this bucket."""
-        return bucket.index < self.optimizer_buckets
+        return bucket.index < self.host_optimizer_buckets
 
     def keeps_on_host(self, bucket: Bucket) -> bool:
         """Whether this rank's part of the bucket's parameters is in host memory."""
-        return bucket.index < self.parameter_buckets
+        return bucket.index < self.host_parameter_buckets

@@ -65,8 +65,8 @@ def plan_offload(planned: Sequence[GroupPlan], config: ZeroConfig, dtype: torch.
         if group.partitioned and param.device != "none":
             keeps = most_count(group.layout, left)
         own = dtype == torch.float32
-        placed.append(replace(group, own_masters=own, optimizer_buckets=steps, parameter_buckets=keeps))
-        left = None if left is None else left - placed[-1].parameter_numel
+        placed.append(replace(group, own_masters=own, host_optimizer_buckets=steps, host_parameter_buckets=keeps))
+        left = None if left is None else left - placed[-1].host_parameter_numel
     return placed
 
 
@@ -124,7 +124,7 @@ def build_host(
                 wire.open(plan.regions, config)
             files, make_shard = wire.files, partial(FileOptimizerShard, wire, wire.carve(buffers, arena))
         undo.pop_all()
-    on_device = sum(g.layout.shard_numel - g.parameter_numel for g in planned if g.partitioned)
+    on_device = sum(g.layout.shard_numel - g.host_parameter_numel for g in planned if g.partitioned)
     if comm.rank == 0 and param.device == "cpu" and on_device:
         # A limit that leaves parameters on the device is easily one that was meant for something else.
         log.warning(
@@ -159,12 +159,12 @@ class HostPlan(NamedTuple):
         settings, (compute, accumulation) = config.offload_optimizer, dtypes
         regions: list[Region] = []
         for group in planned:
-            kept = Region(HOST_PARAMETERS, group.parameter_numel if group.partitioned else 0, compute)
-            masters = Region(HOST_MASTERS, len(group.host_masters), torch.float32)
+            kept = Region(HOST_PARAMETERS, group.host_parameter_numel if group.partitioned else 0, compute)
+            masters = Region(HOST_MASTERS, len(group.host_master_span), torch.float32)
             regions += [region for region in (kept, masters) if region.numel]
         stepped = [group for group in planned if group.trained]
         rooms = [
-            Region(MOMENTS, group.optimizer_numel * moment_bytes[group.optimizer_group], torch.uint8)
+            Region(MOMENTS, group.host_optimizer_numel * moment_bytes[group.optimizer_group], torch.uint8)
             for group in planned
             if group.optimizer_group is not None
         ]
@@ -172,7 +172,7 @@ class HostPlan(NamedTuple):
         if elsewhere:
             rooms = [Region(MOMENTS, 0, torch.uint8) for _ in rooms]
         sums = None
-        if any(group.optimizer_buckets for group in stepped):
+        if any(group.host_optimizer_buckets for group in stepped):
             sums = HostGradients(stepped, 2 if settings.delayed_update else 1, accumulation, depth + 1)
         staging = staging_regions(stepped, compute, settings)
         regions += [room for room in rooms if room.numel] + (sums.regions if sums is not None else []) + staging

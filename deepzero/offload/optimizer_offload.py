@@ -117,7 +117,7 @@ class Offload:
         for group, plan, columns in zip(groups, self.rooms, self.columns, strict=True):
             if not plan.numel:
                 continue
-            room, extent = self.allocate(MOMENTS, plan.numel, plan.dtype), group.placement.optimizer_numel
+            room, extent = self.allocate(MOMENTS, plan.numel, plan.dtype), group.placement.host_optimizer_numel
             if in_files:  # CPUAdam's, made where it stays: host memory could not hold all of it, not for a while
                 columns |= zip(MOMENT_NAMES, room.view(torch.float32).split(extent), strict=True)
             for fragment, master in zip(group.fragments, group.masters, strict=True):
@@ -260,7 +260,7 @@ class HostGradients:
     def __init__(self, planned: Sequence[GroupPlan], copies: int, dtype: torch.dtype, slots: int) -> None:
         self.copies, self._current = copies, 0
         self.largest = max(b.shard_numel for p in planned for b in p.layout.buckets if p.steps_on_host(b))
-        self.regions = [Region(GRADIENTS, p.optimizer_numel, dtype) for p in planned for _ in range(copies)]
+        self.regions = [Region(GRADIENTS, p.host_optimizer_numel, dtype) for p in planned for _ in range(copies)]
         self.slot_count, self._sums = slots, list[torch.Tensor]()
         self.slots = deque[StagingBuffer]()  # the oldest first
         # The way down of each bucket's last sum, by group and number: it goes up again when it is there.

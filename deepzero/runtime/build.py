@@ -58,9 +58,8 @@ class Dtypes:
 
     @classmethod
     def of(cls, config: EngineConfig, world_size: int | None = None) -> Dtypes:
-        """The compute dtype is also the wire dtype unless ``communication_data_type`` says otherwise."""
+        """The wire dtype is the compute dtype unless ``communication_data_type`` says otherwise; of one rank always."""
         compute = config.precision.dtype
-        # One rank sends nothing: what it adds up is not rounded as if it did.
         wire = (config.communication_data_type if world_size != 1 else None) or compute
         return cls(*(TORCH_DTYPES[name] for name in (compute, wire, config.grad_accum_dtype)))
 
@@ -190,7 +189,7 @@ def build_zero(
             stored, coordinator = partition_model(names, planned, limit, zero, comm, dtypes.compute, *host)
         else:
             stored = place_model(model, planned, config, comm, offload)
-        groups = [group for group in stored if group.optimizer_group is not None]  # stage 3 has frozen ones, too
+        groups = [group for group in stored if group.placement.trained]  # stage 3 has frozen ones, too
         if isinstance(optimizer, CPUAdam):
             choose_kernel(optimizer, dtypes, planned, comm)
         # From here on the optimizer holds fragments of masters, and its state is made for these: now, and not in the
@@ -302,7 +301,7 @@ def place_model(
 
 def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, planned: Sequence[GroupPlan], comm: Communicator) -> None:
     """All ranks step with one kernel, chosen for the whole model: no bit depends on how it is cut. A collective."""
-    offloads = any(group.optimizer_buckets for group in planned)
+    offloads = any(group.host_optimizer_buckets for group in planned)
     # The optimizer still holds the model's parameters, which may lie on a GPU, or be what ``zero.Init`` has left of
     # them: neither their device nor their dtype is that of the masters which the CPU will step on.
     masters = 0

@@ -34,7 +34,7 @@ from deepzero.comm.collectives import Communicator
 from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.strict import ConfigError
 from deepzero.device import accelerator_of
-from deepzero.runtime.grad_norm import WORDS, norm_from_words
+from deepzero.runtime.grad_norm import EXPONENT_BINS, norm_from_bins
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 from deepzero.utils.formatting import flatten
@@ -198,11 +198,12 @@ def agree(
             "updated. Let all ranks run the same modules in the same order; mark mixtures of experts with "
             "set_z3_leaf_modules"
         )
-    everyone = struct.unpack(f"<{comm.world_size}d", struct.pack(f"<{comm.world_size}q", *numbers[WORDS:-OWN_WORDS]))
+    losses = numbers[EXPONENT_BINS:-OWN_WORDS]
+    everyone = struct.unpack(f"<{comm.world_size}d", struct.pack(f"<{comm.world_size}q", *losses))
     stopping, troubled, bad = (count > 0 for count in numbers[-OWN_WORDS:-2])
     bad_losses = tuple((rank, value) for rank, value in enumerate(everyone) if bad and not math.isfinite(value))
     mean = exact_sum(everyone) / (comm.world_size * micro_batches)
-    return StepAgreement(norm_from_words(numbers[:WORDS]), mean, stopping, troubled, bad_losses)
+    return StepAgreement(norm_from_bins(numbers[:EXPONENT_BINS]), mean, stopping, troubled, bad_losses)
 
 
 def _changed(name: str, what: str) -> RuntimeError:

@@ -15,7 +15,6 @@ from deepzero.comm import process_group
 from deepzero.comm.chaos import storage_ptr_of
 from deepzero.comm.ledger import UNPREDICTED, Ledger, Traffic
 from deepzero.device import accelerator_of
-from deepzero.runtime.grad_norm import layer_of
 from deepzero.runtime.zero.optimizer_shard import OptimizerShard
 from deepzero.runtime.zero.partition_parameters import GatheredParameters
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
@@ -146,6 +145,18 @@ def find_bad_gradient(model: nn.Module, shard: OptimizerShard) -> str:
     ]
     everyone = [name for names in process_group.all_gather_object(bad) for name in names]
     return min(everyone, key=places.__getitem__) if everyone else "no parameter alone; the sum of squares"
+
+
+def layer_of(name: str) -> str:
+    """The layer that a parameter belongs to: its block, where modules are numbered, else the module that has it.
+
+    Example:
+        >>> layer_of("blocks.3.attention.query.weight"), layer_of("embedding.weight"), layer_of("scale")
+        ('blocks.3', 'embedding', 'scale')
+    """
+    words = name.split(".")
+    numbered = [at for at, word in enumerate(words[:-1]) if word.isdigit()]
+    return ".".join(words[: numbered[0] + 1] if numbered else words[:-1] or words)
 
 
 def gradient_norms(engine: Any) -> dict[str, float]:

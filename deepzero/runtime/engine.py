@@ -273,10 +273,10 @@ class Engine(nn.Module):
         # 5 step: agree on finiteness and norm, unscale and clip, optimizer on the masters. The agreement is the one
         # place where ranks wait for one another's word, so everything that one rank knows alone travels in it.
         with self.comm.ranges.span("agree"):
-            words = zero.stage.gradients.norm_sq_partials()
+            bins = zero.stage.gradients.norm_sq_partials()
             count = self.batch.accumulation
             loss = self.passes.take_loss(count)
-            agreement = agree(self.comm, words, loss, count, self.state.asked_to_stop, trouble is not None)
+            agreement = agree(self.comm, bins, loss, count, self.state.asked_to_stop, trouble is not None)
         # From here on all ranks hold the same agreement, so they take the same branch of everything below.
         self.state.open = False
         self.state.stopping = agreement.stop
@@ -302,7 +302,6 @@ class Engine(nn.Module):
             self.skipped_steps += 1
             zero.forget_residuals()
             self.finish_delayed_update()  # an update that is ready would otherwise be two steps late
-        # Counters, books, schedule, observers.
         self.state.applied = agreement.finite
         self.global_steps += 1
         self.global_samples += self.batch.global_batch

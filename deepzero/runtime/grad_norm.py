@@ -27,7 +27,7 @@ import torch
 from deepzero.layout import ALIGN, Fragment
 
 FRACTION_BITS = 23
-WORDS = 256
+EXPONENT_BINS = 256
 """Integers that ranks add up, one for each exponent. The last exponent is that of inf and NaN."""
 
 
@@ -51,7 +51,7 @@ def block_norms(grad: torch.Tensor, device_type: str = "") -> torch.Tensor:
 def exact_square_sum(norms: torch.Tensor) -> torch.Tensor:
     """Add up ``norms ** 2`` (1-D fp32); each square is rounded once to fp32, the sum not at all.
 
-    Returns int64 ``[WORDS]``: for each exponent field the sum of the squared mantissas, in units of ``2**-23``.
+    Returns int64 ``[EXPONENT_BINS]``: for each exponent field the sum of the squared mantissas, in units of ``2**-23``.
     """
     bits = norms.view(torch.int32)
     field = (bits >> FRACTION_BITS) & 0xFF  # a NaN may carry a sign
@@ -60,9 +60,9 @@ def exact_square_sum(norms: torch.Tensor) -> torch.Tensor:
     # Exact in float64 for 2**28 blocks (2**34 elements): m*m < 4 has 25 bits above 2**-23.
     squares = mantissa.square_().to(torch.float64)
     if field.device.type == "cpu":
-        sums = torch.bincount(field, weights=squares, minlength=WORDS)
+        sums = torch.bincount(field, weights=squares, minlength=EXPONENT_BINS)
     else:  # torch's deterministic mode refuses bincount on a GPU, not index_add_
-        sums = torch.zeros(WORDS, dtype=torch.float64, device=field.device).index_add_(0, field, squares)
+        sums = torch.zeros(EXPONENT_BINS, dtype=torch.float64, device=field.device).index_add_(0, field, squares)
     return (sums * (1 << FRACTION_BITS)).to(torch.int64)
 
 
@@ -78,7 +78,7 @@ class BlockNorms:
         >>> norms = BlockNorms(128, torch.device("cpu"))
         >>> norms.measure(0, torch.full((64,), 3.0), 0)
         >>> norms.measure(64, torch.full((64,), 4.0), 0)
-        >>> norm_from_words(norms.norm_sq_partials().tolist())
+        >>> norm_from_bins(norms.norm_sq_partials().tolist())
         40.0
     """
 
@@ -102,9 +102,9 @@ class BlockNorms:
             there[blocks].zero_()
 
     def norm_sq_partials(self) -> torch.Tensor:
-        """int64 ``[WORDS]``, of everything measured."""
-        words = exact_square_sum(self.norms)
-        return words if self._on_host is None else words + exact_square_sum(self._on_host).to(words.device)
+        """int64 ``[EXPONENT_BINS]``, of everything measured."""
+        bins = exact_square_sum(self.norms)
+        return bins if self._on_host is None else bins + exact_square_sum(self._on_host).to(bins.device)
 
     def squares(self, fragments: Sequence[Fragment], count: int) -> torch.Tensor:
         """What was measured, by parameter: fp64 ``[count]`` on the CPU, sums of squares of this rank's fragments."""
@@ -118,27 +118,15 @@ class BlockNorms:
         return found
 
 
-def layer_of(name: str) -> str:
-    """The layer that a parameter belongs to: its block, where modules are numbered, else the module that has it.
-
-    Example:
-        >>> layer_of("blocks.3.attention.query.weight"), layer_of("embedding.weight"), layer_of("scale")
-        ('blocks.3', 'embedding', 'scale')
-    """
-    words = name.split(".")
-    numbered = [at for at, word in enumerate(words[:-1]) if word.isdigit()]
-    return ".".join(words[: numbered[0] + 1] if numbered else words[:-1] or words)
-
-
-def norm_from_words(words: list[int]) -> float:
-    """The square root, rounded once to float64, of ``WORDS`` integers that were added over all ranks.
+def norm_from_bins(bins: list[int]) -> float:
+    """The square root, rounded once to float64, of ``EXPONENT_BINS`` integers that were added over all ranks.
 
     ``inf`` when any block was not finite.
     """
-    if words[-1]:
+    if bins[-1]:
         return math.inf
-    # Word e counts squares of mantissas in units of 2**-23, each at exponent 2 * (e - 127). Zeros are in word 0.
-    total = sum(count << (2 * e) for e, count in enumerate(words) if e)
+    # Bin e counts squares of mantissas in units of 2**-23, each at exponent 2 * (e - 127). Zeros are in bin 0.
+    total = sum(count << (2 * e) for e, count in enumerate(bins) if e)
     # sqrt(total * 2**-277) = sqrt(2 * total * 2**-278) = isqrt(2 * total << 2 * shift) / 2**(139 + shift). The 64 bits
     # more than the result has make it rounded once.
     shift = 64

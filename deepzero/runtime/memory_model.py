@@ -55,7 +55,7 @@ from deepzero.offload.file_store import FILE_FETCH, FILE_READ, FILE_WRITE, in_bl
 from deepzero.offload.optimizer_offload import GRADIENTS, MOMENTS, STAGING, HostAllGather
 from deepzero.placement import GroupPlan
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
-from deepzero.runtime.grad_norm import WORDS
+from deepzero.runtime.grad_norm import EXPONENT_BINS
 from deepzero.runtime.zero.fetch_plan import FetchLimits, FetchPlan, ModuleUse
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD, TO_REPLICAS, send_to_replicas
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
@@ -234,7 +234,7 @@ def predicted_traffic(
             forms[ALL_GATHER_GRADIENTS] = _one_collective(layouts, nodes, sizes.accumulation)
     if sizes.stage in (1, 2) or persistent:
         forms[ALL_GATHER] = _one_collective(persistent or layouts, nodes, sizes.compute)
-    message = 2 * (world_size - 1) * (WORDS + world_size + OWN_WORDS) // world_size
+    message = 2 * (world_size - 1) * (EXPONENT_BINS + world_size + OWN_WORDS) // world_size
     forms[AGREEMENT] = Traffic(1, message, 0, 8 * message, 8 * message * nodes.share_between)
     return forms
 
@@ -582,20 +582,20 @@ def _padding(built: ZeroComponents) -> Counter[str]:
     for group in built.stores:
         fragments, placement = group.fragments, group.placement
         if isinstance(group, PartitionedParamGroup):
-            on_host = sum(f.numel for f in fragments if f.shard_start < placement.parameter_numel)
+            on_host = sum(f.numel for f in fragments if f.shard_start < placement.host_parameter_numel)
             count("parameters", group.shard_on_device, sum(f.numel for f in fragments) - on_host)
             count(HOST_PARAMETERS, group.shard_on_host, on_host)
         else:
             count("parameters", group.parameter_storage[0], group.layout.numel)
         for category, span, tensor in (
-            ("masters", placement.device_masters, group.masters_on_device),
-            (HOST_MASTERS, placement.host_masters, group.masters_on_host),
+            ("masters", placement.device_master_span, group.masters_on_device),
+            (HOST_MASTERS, placement.host_master_span, group.masters_on_host),
         ):
             count(category, tensor, sum(f.numel for f in fragments if f.shard_start in span))
     offload, on_host = built.offload, 0
     for group, flat, mine in zip(built.groups, built.unreduced.flat, built.optimizer_shard.grad_S, strict=True):
         count("gradients", flat, group.layout.numel)
-        kept = sum(f.numel for f in group.fragments if f.shard_start >= group.placement.optimizer_numel)
+        kept = sum(f.numel for f in group.fragments if f.shard_start >= group.placement.host_optimizer_numel)
         count("gradients", mine, group.layout.numel if built.bucket_reducer.whole else kept)
         on_host += sum(f.numel for f in group.fragments) - kept
     if offload is not None and offload.sums is not None:

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from deepzero.runtime.grad_norm import layer_of
+from deepzero.runtime.diagnostics import layer_of
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import built, check_alike, config, make_batch, make_model, one_step
 

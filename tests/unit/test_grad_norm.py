@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepzero.layout import ALIGN
-from deepzero.runtime.grad_norm import BlockNorms, block_norms, exact_square_sum, norm_from_words
+from deepzero.runtime.grad_norm import BlockNorms, block_norms, exact_square_sum, norm_from_bins
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def words(*grads):
 
 
 def norm(*grads):
-    return norm_from_words(words(*grads).tolist())
+    return norm_from_bins(words(*grads).tolist())
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12, 65504.0])
@@ -40,14 +40,14 @@ def test_no_order():
         order = torch.randperm(pieces, generator=generator).tolist()
         assert norm(*(parts[i] for i in order)) == expected
     ranks = sum(words(part) for part in grad.split(ALIGN * 8))
-    assert norm_from_words(ranks.tolist()) == expected
+    assert norm_from_bins(ranks.tolist()) == expected
 
 
 def test_integers_are_exact():
     """The sum over blocks is the exact sum of the squares of the fp32 block norms, each rounded to fp32 once."""
     norms = block_norms(torch.randn(ALIGN * 300, generator=torch.Generator().manual_seed(3)) * 1e-3)
     exact = sum(Fraction(x) for x in (norms * norms).tolist())
-    root = Fraction(norm_from_words(exact_square_sum(norms).tolist()))
+    root = Fraction(norm_from_bins(exact_square_sum(norms).tolist()))
     assert abs(root * root / exact - 1) < Fraction(1, 2**51)
 
 
@@ -77,7 +77,7 @@ def test_measured_in_chunks(chunk):
     norms = BlockNorms(ALIGN * 50, CPU)
     for lo in range(0, grad.numel(), chunk):
         norms.measure(ALIGN * 10, grad[lo : lo + chunk], lo)
-    assert norm_from_words(norms.norm_sq_partials().tolist()) == norm(grad)
+    assert norm_from_bins(norms.norm_sq_partials().tolist()) == norm(grad)
 
 
 @pytest.mark.parametrize("bits", [-0x400000, 0x7FC00000])

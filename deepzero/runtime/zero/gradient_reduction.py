@@ -398,7 +398,7 @@ class GradientReducer:
     # ---- 5 step: what the norm reads ---------------------------------------------------------------------------------
 
     def norm_sq_partials(self) -> torch.Tensor:
-        """This rank's shares of the global norm, int64 ``[WORDS]``, see ``grad_norm.py``: ranks add theirs up."""
+        """This rank's shares of the global norm, int64 ``[EXPONENT_BINS]``, which ranks add up: ``grad_norm.py``."""
         # Nearly all were measured when they were written. Left are those whose last sum was not of the last
         # micro-batch, and those that were changed.
         for g, bucket in self.order:

@@ -86,7 +86,7 @@ class OptimizerShard:
         self.optimizer, self.groups, self.rank = optimizer, list(groups), rank
         self.grad_dtype, self.whole_sums = grad_dtype, whole_sums
         # Kept for the whole run: fresh memory costs several times the sum that is written into it.
-        on_device = lambda group: group.layout.shard_numel - group.placement.optimizer_numel
+        on_device = lambda group: group.layout.shard_numel - group.placement.host_optimizer_numel
         extents = [group.layout.padded_numel if whole_sums else on_device(group) for group in groups]
         self.grad_S = [
             torch.zeros(extent, dtype=grad_dtype, device=group.device)
@@ -100,7 +100,7 @@ class OptimizerShard:
         # What the device steps on: the first buckets may be the host's. Each list is stepped on together.
         stepped = (
             master for group in self.groups for fragment, master in zip(group.fragments, group.masters, strict=True)
-            if fragment.shard_start >= group.placement.optimizer_numel
+            if fragment.shard_start >= group.placement.host_optimizer_numel
         )  # fmt: skip
         self.sub_groups = cut_into_sub_groups(stepped, sub_group_size)
         # Called with a sub-group's number when the device has stepped on it.

@@ -158,7 +158,7 @@ class PersistentParameter(nn.Parameter):
         group, slot = self._zero.group, self._zero.slot
         if group is None or slot is None:
             return self.detach().reshape(-1)
-        mine = group.fragment_of(slot.index)
+        mine = group.fragment_and_master(slot.index)
         return group.param_fragment(mine[0]) if mine is not None else group.flat_P[:0]
 
 

@@ -176,8 +176,8 @@ class PartitionedParamGroup(ParamGroup):
     ) -> None:
         # Where shard_S lies; master_S is the base class's.
         self.shard_on_host: torch.Tensor | None = None
-        if planned.parameter_numel and allocate is not None:
-            self.shard_on_host = allocate(HOST_PARAMETERS, planned.parameter_numel, dtype)
+        if planned.host_parameter_numel and allocate is not None:
+            self.shard_on_host = allocate(HOST_PARAMETERS, planned.host_parameter_numel, dtype)
         # Around a write to the shard; may refuse.
         self.around_write: Callable[[], AbstractContextManager[None]] = nullcontext
         super().__init__(names, planned, dtype, comm, allocate)
@@ -199,7 +199,7 @@ class PartitionedParamGroup(ParamGroup):
 
     def _allocate_params(self) -> None:
         # Zeros: padding travels with the parameters, and must not be a NaN that was there before.
-        numel = self.layout.shard_numel - self.placement.parameter_numel
+        numel = self.layout.shard_numel - self.placement.host_parameter_numel
         self.shard_on_device = torch.zeros(numel, dtype=self.dtype, device=self.device)
 
     def _attach_params(self, shapes: Sequence[torch.Size]) -> None:
@@ -214,7 +214,7 @@ class PartitionedParamGroup(ParamGroup):
 
     def _shard(self, start: int, numel: int) -> torch.Tensor:
         """``shard_S[start : start + numel]``, wherever it lies; no bucket's shard crosses from host to device."""
-        cut = self.placement.parameter_numel
+        cut = self.placement.host_parameter_numel
         if self.shard_on_host is not None and start < cut:
             return self.shard_on_host[start : start + numel]
         return self.shard_on_device[start - cut : start - cut + numel]
@@ -237,7 +237,7 @@ class PartitionedParamGroup(ParamGroup):
             self.before_write()
         with self.around_write():
             yield
-            mine = self.fragment_of(param._zero.placed()[1].index) if param is not None else None
+            mine = self.fragment_and_master(param._zero.placed()[1].index) if param is not None else None
             if mine is not None:
                 fragment, master = mine
                 update_master_from_param(master.view(-1), self.param_fragment(fragment))

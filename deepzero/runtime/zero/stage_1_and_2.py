@@ -16,11 +16,12 @@ all-gather what it has written. They differ in what happens to gradients:
              and frees the gradients that left: they are whole only until then. Memory ``2Ψ + (2 + K)Ψ/W``.
 
 Ψ is the number of parameters, K the bytes of optimizer state for each (12 for Adam), with 2-byte parameters and
-gradients. Here ``grad_S`` is fp32, so stage 2 holds ``4Ψ/W`` instead of ``2Ψ/W``, and stage 1 holds ``4Ψ/W`` more.
+gradients. Here sums are in ``grad_accum_dtype``, by default fp32: ``grad_S`` takes ``4Ψ/W``, in stage 2 instead of
+``2Ψ/W``, in stage 1 beside it; and stages 0 and 1 sum several micro-batches in ``4Ψ`` instead of ``2Ψ``.
 
-Volume per step: reduce-scatter ``Ψ(W-1)/W`` + all-gather ``Ψ(W-1)/W``, which is what stage 0's all-reduce sends. With
-``reduce_scatter=False`` stage 1 all-reduces the gradients as DeepSpeed's first release did, and uses a W-th of what it
-receives: ``2Ψ + Ψ``, 1.5 times the volume for nothing. It is kept as a twin so that a test can count that.
+In elements each step sends: reduce-scatter ``Ψ(W-1)/W`` + all-gather ``Ψ(W-1)/W``, which is what stage 0's all-reduce
+sends. With ``reduce_scatter=False`` stage 1 all-reduces the gradients as DeepSpeed's first release did, and uses a W-th
+of what it receives: ``2Ψ + Ψ``, 1.5 times the volume for nothing. A twin, so that a test can count that.
 
 The file follows a training step: **0 build**, :class:`ParamGroup` · **3 gradient ready**,
 :meth:`ZeroStage1And2.reduce_ready_gradient` · **4 boundary**, :meth:`~ZeroStage1And2.reduce_gradients` · **5 step** ·
@@ -146,7 +147,7 @@ class ParamGroup:
         self.names, self.layout, self.dtype, self.replicated = list(names), planned.layout, dtype, replicated
         self.params: Sequence[nn.Parameter] = list(planned.params)
         self.comm = comm
-        self.optimizer_group: Any = planned.optimizer_group  # its index; None: not trained
+        self.optimizer_group: Any = planned.optimizer_group  # its index, if it is trained
         # Called before parameters are written from outside; may refuse.
         self.before_write: Callable[[], None] = lambda: None
         self.fragments = self.layout.whole_fragments() if replicated else self.layout.fragments(comm.rank)
@@ -156,17 +157,17 @@ class ParamGroup:
         mine = dataclasses.replace(planned.layout, world_size=1) if replicated else planned.layout
         self.placement = dataclasses.replace(planned, layout=mine)
         self.masters_on_host: torch.Tensor | None = None
-        if self.placement.host_masters:
+        if self.placement.host_master_span:
             if allocate_host is None:
                 raise RuntimeError("masters in host memory need an arena")
-            self.masters_on_host = allocate_host(HOST_MASTERS, len(self.placement.host_masters), torch.float32)
+            self.masters_on_host = allocate_host(HOST_MASTERS, len(self.placement.host_master_span), torch.float32)
         self.masters_on_device: torch.Tensor | None = None
         shapes = [param.shape for param in self.params]
         self._keep_fragments()
         # **The optimizer's tensors**: fp32 leaves, one for each fragment, views of ``master_S``; where the parameters
         # are their own masters, views of these. See [Note: why fragments].
         self.masters: list[torch.Tensor] = []
-        for fragment in self.fragments if self.optimizer_group is not None else ():
+        for fragment in self.fragments if self.placement.trained else ():
             separate = self.separate_masters(fragment.shard_start, fragment.numel)
             master = (self.param_fragment(fragment) if separate is None else separate).detach()
             shown = master.view(shapes[fragment.slot.index]) if planned.per_tensor else master
@@ -218,7 +219,7 @@ class ParamGroup:
         self.allocate_masters()
         for number, part in waiting.items():
             fragment = self.fragments[number]
-            if fragment.shard_start not in self.placement.host_masters:
+            if fragment.shard_start not in self.placement.host_master_span:
                 waiting[number] = into_master(fragment, part)
         self._allocate_params()
         for number in list(waiting):  # one by one, so that a fragment is held twice only while it is copied
@@ -230,9 +231,9 @@ class ParamGroup:
 
     def allocate_masters(self) -> None:
         """Take the memory of the masters on the device."""
-        if self.placement.device_masters:
+        if self.placement.device_master_span:
             # Zeros: padding is stepped on by nobody, and cast and sent with the rest.
-            numel = len(self.placement.device_masters)
+            numel = len(self.placement.device_master_span)
             self.masters_on_device = torch.zeros(numel, dtype=torch.float32, device=self.device)
 
     def _allocate_params(self) -> None:
@@ -243,8 +244,8 @@ class ParamGroup:
     def _attach_params(self, shapes: Sequence[torch.Size]) -> None:
         """The parameters become views of :attr:`flat_P`, with all ranks' fragments in it."""
         # Every rank has cast its own fragments, and gets the others' cast: the bytes of the compute dtype travel.
-        for bucket in self.layout.buckets if not self.replicated else ():
-            self.comm.all_gather(SETUP, bucket.of(self.flat_P)).wait()
+        for each in self.layout.buckets if not self.replicated else ():
+            self.comm.all_gather(SETUP, each.of(self.flat_P)).wait()
         # The optimizer never sees the parameters again, the model nothing else.
         for param, slot, shape in zip(self.params, self.layout.slots, shapes, strict=True):
             param.data = self.flat_P[slot.offset : slot.end].view(shape)
@@ -256,19 +257,17 @@ class ParamGroup:
 
     def separate_masters(self, start: int, numel: int) -> torch.Tensor | None:
         """Masters of the shard's elements ``[start, start + numel)``; None where the parameters are their own."""
-        sides = (
-            (self.placement.host_masters, self.masters_on_host), (self.placement.device_masters, self.masters_on_device)
-        )  # fmt: skip
-        for span, storage in sides:
+        placed, storages = self.placement, (self.masters_on_host, self.masters_on_device)
+        for span, storage in zip((placed.host_master_span, placed.device_master_span), storages, strict=True):
             # A bucket lies on one side, and whatever is asked for lies within a bucket.
             if storage is not None and start in span:
                 return storage[start - span.start :][:numel]
         return None
 
-    def fragment_of(self, index: int) -> tuple[Fragment, torch.Tensor] | None:
+    def fragment_and_master(self, index: int) -> tuple[Fragment, torch.Tensor] | None:
         """This rank's fragment of a parameter, and its master; None: it has no element here, or is not trained."""
         number = self._numbers.get(index)
-        if number is None or self.optimizer_group is None:
+        if number is None or not self.placement.trained:
             return None
         return self.fragments[number], self.masters[number]
 
@@ -327,7 +326,7 @@ class ParamGroup:
                 )
             if param._version != self._versions[index]:
                 self._versions[index] = param._version
-                mine = self.fragment_of(index)
+                mine = self.fragment_and_master(index)
                 if mine is not None:
                     fragment, master = mine
                     update_master_from_param(master.view(-1), param.reshape(-1)[fragment.start :][: fragment.numel])
@@ -348,7 +347,7 @@ class ParamGroup:
             values: 1-D, whole, fp32, the same on every rank.
         """
         self._write_param(index, values)
-        mine = self.fragment_of(index)
+        mine = self.fragment_and_master(index)
         if mine is not None:
             fragment, master = mine
             master.view(-1).copy_(values[fragment.start :][: fragment.numel])
@@ -433,7 +432,10 @@ class ZeroStage1And2:
     # gradients of other ranks' partitions; here every gradient was freed when it was copied into its bucket.
 
     def uploaded(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
-        """5, on the host: this rank's part of a bucket of ``gradients.groups[group]`` is new, or on its way."""
+        """5, on the host: my part of a bucket is new, or on its way. ``group`` counts ``gradients.groups``.
+
+        Those are :attr:`groups`; in stage 3, whose :attr:`groups` are the persistent ones, they are all.
+        """
         self.launch_all_gather(group, bucket, wait_upload)
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class ParamFragment:
         # None where this rank has no element of the parameter.
         self.fragment: Fragment | None
         self.master: torch.Tensor | None
-        self.fragment, self.master = group.fragment_of(slot.index) or (None, None)
+        self.fragment, self.master = group.fragment_and_master(slot.index) or (None, None)
 
     # ---- fragments and wholes ----------------------------------------------------------------------------------------
 
