@@ -118,7 +118,7 @@ HOPS = (
         "target = output|sum_chunk(|on_chunk(target",
         {"part": "[w.fragment_of(part) for part in parts]", "sum": "w.fragment_of(output)"}, "return", "callers"),
     Hop(BOUNDARY, "Engine._take_model_step", "from here to the end of step 6, for all parameters",
-        "end_passes(|.reduce_gradients(|words = |= agree(|mean_divisor = |norm = |clip = |_shard.step(|.publish(",
+        "end_passes(|.reduce_gradients(|bins = |= agree(|mean_divisor = |norm = |clip = |_shard.step(|.publish(",
         whose="all"),
     Hop(STEP, "agree", "one all-reduce: the norm of all sums, and the mean loss",
         "words = |all_reduce(|numbers = |mean = ", {"norm": "returned.norm", "loss": "returned.loss"}, "return", "all"),
@@ -171,7 +171,7 @@ class Watch:
                 if param is self.param:
                     self.group, self.slot, self.rank = group, slot, shard.rank
         self.bucket = next(bucket for bucket in self.group.layout.buckets if self.slot in bucket.slots)
-        if mine := self.group.fragment_of(self.slot.index):
+        if mine := self.group.fragment_and_master(self.slot.index):
             self.fragment, self.master = mine
             self.grad_S = shard.grads[self.master]
         partitioned = getattr(getattr(self.param, "_zero", None), "bucket", None)
