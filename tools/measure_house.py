@@ -27,9 +27,9 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1687, 1150),
     "deepzero/comm": (4353, 2720),
-    "deepzero/runtime": (4400, 3050),
+    "deepzero/runtime": (4399, 3050),
     "deepzero/runtime/zero": (5959, 4550),
-    "deepzero/offload": (3595, 2500),
+    "deepzero/offload": (3593, 2500),
     "deepzero/checkpoint": (3650, 2610),
     "deepzero/launch": (696, 650),
     "deepzero/health": (643, 560),
@@ -44,7 +44,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "tools": (6007, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_276, 17_000),
+    "tests": (32_288, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
