@@ -30,7 +30,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/runtime": (4399, 3050),
     "deepzero/runtime/zero": (5959, 4550),
     "deepzero/offload": (3593, 2500),
-    "deepzero/checkpoint": (3650, 2610),
+    "deepzero/checkpoint": (3683, 2610),
     "deepzero/launch": (696, 650),
     "deepzero/health": (643, 560),
     "deepzero/monitor": (2552, 1600),
@@ -39,12 +39,12 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/models": (542, 540),
     "deepzero/data": (521, 400),
     "deepzero/training": (1001, 380),
-    "deepzero/compat": (3386, 1200),
-    "deepzero": (38_162, 23_500),
+    "deepzero/compat": (3383, 1200),
+    "deepzero": (38_192, 23_500),
     "tools": (6007, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_288, 17_000),
+    "tests": (32_333, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -101,7 +101,7 @@ class Saver:
         try:
             job.rank_0_first("prepared", partial(self._prepare, target))
             collected = collect(save_id)
-            job.rank_0_first("opened", partial(job.open, collected.total_bytes))
+            job.rank_0_first("opened", partial(job.open, collected))
         except BaseException:
             job.end()
             raise
@@ -113,9 +113,10 @@ class Saver:
             plan, ready = self._snapshot(collected.plan)
             copied = dataclasses.replace(collected, plan=plan)
             self._thread = start_thread(job.run, "deepzero-save", copied, ready)
-        except Exception as error:  # no memory: the other ranks must not wait for this one's shard, or word
-            job.give_up(reason(error))
-            raise
+        except BaseException as error:  # no memory: the other ranks must not wait for this one's shard, or word
+            job.give_up(reason(error))  # raised by the next :meth:`wait`, as on them: ranks stay in step
+            if not isinstance(error, Exception):
+                raise
 
     def wait(self) -> None:
         """Return when no save is under way.
@@ -144,7 +145,8 @@ class Saver:
 
     def _prepare(self, target: Target) -> None:
         folder = target.folder
-        if self._locked is not None and os.path.realpath(self._locked) != os.path.realpath(folder):
+        moved = self._locked is not None and os.path.realpath(self._locked) != os.path.realpath(folder)
+        if moved or not folders.holds(folder):  # another folder, or the old one was removed or renamed
             self._unlock()
         if self._locked is None:
             folders.acquire(folder)
@@ -232,10 +234,11 @@ class _Job:
         if problem:
             raise CheckpointError(problem)
 
-    def open(self, total_bytes: int) -> None:
+    def open(self, collected: SavePlan) -> None:
         """Make the folder that is written to; a handle of it keeps others of this process from clearing it away."""
+        collected.manifest.to_json()  # what JSON cannot hold is refused before a byte is written
         fewer = "keep fewer (train.keep_last). What was saved before is untouched"
-        folders.room_for(self.target.folder, "a checkpoint", total_bytes, fewer)
+        folders.room_for(self.target.folder, "a checkpoint", collected.total_bytes, fewer)
         self.temporary.mkdir()
         self._handle = os.open(self.temporary, os.O_RDONLY)
 
@@ -246,6 +249,13 @@ class _Job:
             shutil.rmtree(self.temporary, ignore_errors=True)
             self.channel.set("verdict", f"rank 0: {problem}")
         self.end()
+        self._failed(problem)
+
+    def _failed(self, problem: str) -> None:
+        where = self.target.folder / self.target.tag
+        self.saver.failure = f"checkpoint {where} was not saved: {problem}. What was saved before is untouched"
+        if self.saver.rank == 0:
+            log.error("%s", self.saver.failure)
 
     def run(self, collected: SavePlan, ready: Callable[[], None] | None = None) -> None:
         """4 write, 5 commit; a thread does it when its snapshot is ``ready``.
@@ -262,10 +272,7 @@ class _Job:
         finally:
             self.end()
         if problem:
-            where = self.target.folder / self.target.tag
-            self.saver.failure = f"checkpoint {where} was not saved: {problem}. What was saved before is untouched"
-            if self.saver.rank == 0:
-                log.error("%s", self.saver.failure)
+            self._failed(problem)
 
     def _write_and_commit(self, collected: SavePlan, ready: Callable[[], None]) -> str:
         """What went wrong; "" if nothing did."""

@@ -199,7 +199,9 @@ def read_manifest(path: Path) -> Manifest:
 
 def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool) -> None:
     """Make the shards in ``temporary``, a folder in ``folder``, the checkpoint of their manifest's tag."""
-    raw = manifest.to_json().encode()
+    text = manifest.to_json()
+    raw = text.encode()
+    check_sound(Manifest.from_json(text, MANIFEST), MANIFEST)  # what could not be loaded replaces nothing
     write_whole(temporary / MANIFEST, raw)
     write_whole(temporary / COMMIT, hashlib.sha256(raw).hexdigest().encode() + b"\n")
     flush_folder(temporary)  # what is in it, before it has a name that somebody reads
@@ -240,8 +242,10 @@ def check_replaceable(path: Path) -> None:
     """Refuse to put a checkpoint in the place of something that is none.
 
     Raises:
-        CheckpointError: ``path`` is a file, or a folder with something else in it.
+        CheckpointError: ``path`` is a file, or a folder with something else in it, or has a name that files have.
     """
+    if path.name in (MANIFEST, COMMIT, SCRIPT):
+        raise CheckpointError(f"tag {path.name!r} is the name of a file that belongs to checkpoints; choose another")
     folder = path.is_dir() and not path.is_symlink()
     ours = folder and (is_complete(path) or (path / MANIFEST).exists() or not any(path.iterdir()))
     if os.path.lexists(path) and not ours:
@@ -298,8 +302,16 @@ class FolderLocks:
         return [handle for handle, held in self._held.items() if held == real]
 
     def holds(self, folder: Path) -> bool:
-        """Whether this process has the right to write in ``folder``."""
-        return bool(self._handles(folder))
+        """Whether this process has the right to write in ``folder``: not in one that has come in a held one's place."""
+        return self._current(folder) is not None
+
+    def _current(self, folder: Path) -> int | None:
+        """A handle of the lock that lies in the folder now."""
+        for handle in self._handles(folder):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(handle), (folder / LOCK).stat()):
+                    return handle
+        return None
 
     def acquire(self, folder: Path) -> None:
         """Make the folder, and take the right to write in it.
@@ -309,8 +321,8 @@ class FolderLocks:
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if held := self._handles(folder):
-                self._held[os.dup(held[0])] = self._held[held[0]]
+            if (held := self._current(folder)) is not None:
+                self._held[os.dup(held)] = self._held[held]
                 return
             handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:

@@ -19,37 +19,18 @@ import torch
 from deepzero.checkpoint.async_save import Saver, Target
 from deepzero.checkpoint.checkpoint_dir import check_tag
 from deepzero.checkpoint.engine_state import EngineState, SavePlan, class_name, collect
-from deepzero.checkpoint.errors import CheckpointError, NoCheckpoint, RanksDisagree, own_words, reason, together
+from deepzero.checkpoint.errors import CheckpointError, NoCheckpoint, agree_on, as_folder, own_words, reason, together
 from deepzero.checkpoint.export import MODEL_FILE, save_gathered
 from deepzero.checkpoint.huggingface import read_foreign
 from deepzero.checkpoint.json_codec import decode
 from deepzero.checkpoint.load import Format, Loader, naming_another, open_checkpoint
 from deepzero.checkpoint.manifest import BATCH, COUNTERS
-from deepzero.comm import process_group
 from deepzero.comm.ledger import SNAPSHOT
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.zero.partitioned_bucket import renew_copies
 from deepzero.utils.exit_hooks import before_the_end
 
 log = logging.getLogger(__name__)
-
-
-def _agree_on(call: str, arguments: dict[str, Any]) -> None:
-    """Raise on every rank when one calls with other arguments than rank 0. A collective."""
-    first = process_group.broadcast_object(arguments)
-    with together(error=RanksDisagree):
-        for name, value in arguments.items():
-            if value != first[name]:
-                other = f"{name}={value!r}, but rank 0 {first[name]!r}"
-                raise CheckpointError(f"{call}: this rank passes {other}; pass the same on all ranks")
-
-
-def _folder(call: str, folder: str | Path) -> Path:
-    """Raise on every rank when one names no folder: an empty setting would mean the current one. A collective."""
-    with together():
-        if not str(folder).strip():
-            raise CheckpointError(f'{call}({folder!r}): no folder is named; "." is the current one')
-    return Path(folder).expanduser()
 
 
 def _finish(reference: weakref.ref[Saver]) -> None:
@@ -112,7 +93,7 @@ class Checkpointer:
     ) -> None:
         """``engine.save_checkpoint``. A collective."""
         engine = self.engine
-        folder = _folder("save_checkpoint", save_dir).absolute()  # the program may move on while a thread writes
+        folder = as_folder("save_checkpoint", save_dir).absolute()  # the program may move on while a thread writes
         engine.finish_delayed_update()
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         holdings = self.holdings()
@@ -123,7 +104,7 @@ class Checkpointer:
                 raise CheckpointError(f"keep_last={keep_last} must be at least 1")
             for group in engine.zero.groups:
                 group.sync_masters_from_params()
-        _agree_on("save_checkpoint", {
+        agree_on("save_checkpoint", {
             "save_dir": str(folder), "tag": tag, "save_latest": save_latest,
             "exclude_frozen_parameters": not with_frozen, "asynchronous": asynchronous, "keep_last": keep_last,
         })  # fmt: skip
@@ -154,7 +135,7 @@ class Checkpointer:
         self, save_dir: str | Path, filename: str | None, with_frozen: bool, max_shard_size: str | int
     ) -> None:
         """``engine.save_16bit_model``. A collective."""
-        folder = _folder("save_16bit_model", save_dir)
+        folder = as_folder("save_16bit_model", save_dir)
         self.engine.finish_delayed_update()
         with together(own_words):
             self.engine.check("save_16bit_model")
@@ -174,10 +155,10 @@ class Checkpointer:
         module_only: bool,
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """``engine.load_checkpoint``. A collective."""
-        folder = _folder("load_checkpoint", load_dir)
+        folder = as_folder("load_checkpoint", load_dir)
         self.engine.check("load_checkpoint")
         self.wait()
-        _agree_on("load_checkpoint", {
+        agree_on("load_checkpoint", {
             "load_dir": str(folder), "tag": tag, "load_module_strict": strict,
             "load_optimizer_states": optimizer_states, "load_lr_scheduler_states": lr_scheduler_states,
             "load_module_only": module_only,
@@ -210,7 +191,7 @@ class Checkpointer:
             if not module_only:
                 self._take_counters(loader, optimizer)
         self.half_loaded = None
-        if (offload := self.engine.zero.offload) is not None and optimizer and not module_only:
+        if (offload := self.engine.zero.offload) is not None and optimizer:
             for memory in offload.memories:
                 memory.broken = None
         there = [decode(group.get("lr"), {}) for group in reader.manifest.optimizer.get("groups", ())]

@@ -309,7 +309,10 @@ def _scalar(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return encode(value, where, tensors)
     if torch.is_tensor(value):
         return {"dtype": DTYPES[value.dtype], "shape": list(value.shape), "value": _plain(value.item(), where)}
-    return _plain(value, where)
+    encoded = _plain(value, where)
+    # A dictionary of the optimizer's is told from a number with its dtype by the form that any keys may have.
+    number_like = isinstance(encoded, dict) and "dtype" in encoded
+    return {"$dict": [list(pair) for pair in encoded.items()]} if number_like else encoded
 
 
 def _plain(value: Any, where: str) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from deepzero.comm.process_group import raise_on_all_ranks
+from deepzero.comm import process_group
 
 
 class CheckpointError(RuntimeError):
@@ -45,7 +46,7 @@ def said_complete(path: Path) -> str:
     return f"{path} is complete (whether it is whole, `python -m tools.verify` says)"
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """An error in words, for the other ranks."""
     if isinstance(error, CheckpointError):
         return str(error)
@@ -74,10 +75,28 @@ def together(
         problem = words(raised)
         fault = None if isinstance(raised, (RuntimeError, ValueError, OSError)) else raised
     try:
-        raise_on_all_ranks(problem, error)
+        process_group.raise_on_all_ranks(problem, error)
     except Exception as told:
         told.__cause__ = told.__cause__ or fault  # that of a lost rank says how it was noticed
         raise
+
+
+def agree_on(call: str, arguments: dict[str, Any]) -> None:
+    """Raise on every rank when one calls with other arguments than rank 0. A collective."""
+    first = process_group.broadcast_object(arguments)
+    with together(error=RanksDisagree):
+        for name, value in arguments.items():
+            if value != first[name]:
+                other = f"{name}={value!r}, but rank 0 {first[name]!r}"
+                raise CheckpointError(f"{call}: this rank passes {other}; pass the same on all ranks")
+
+
+def as_folder(call: str, folder: str | Path) -> Path:
+    """Raise on every rank when one names no folder: an empty setting would mean the current one. A collective."""
+    with together():
+        if not str(folder).strip():
+            raise CheckpointError(f'{call}({folder!r}): no folder is named; "." is the current one')
+    return Path(folder).expanduser()
 
 
 @contextlib.contextmanager

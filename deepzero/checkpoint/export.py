@@ -37,7 +37,7 @@ import torch
 from deepzero.checkpoint import shard_file
 from deepzero.checkpoint.checkpoint_dir import complete_beside, room_for
 from deepzero.checkpoint.engine_state import EngineState
-from deepzero.checkpoint.errors import CheckpointError, naming, own_words, together
+from deepzero.checkpoint.errors import CheckpointError, agree_on, naming, own_words, together
 from deepzero.checkpoint.json_codec import DTYPES, ITEMSIZE, TORCH_DTYPES
 from deepzero.checkpoint.manifest import BUFFER, COMMIT, LATEST, MANIFEST, Entry
 from deepzero.checkpoint.reader import CheckpointReader, read_own
@@ -235,8 +235,12 @@ def _install(temporary: Path, older: list[Path], entry: str, parts: list[str]) -
     """Out with the old model, in with the new one, entry file last; back again when that fails."""
     folder, aside = temporary.parent, temporary / "older"
     aside.mkdir()
+    moved: list[list[tuple[Path, Path]]] = []
     if older == [folder / entry] and not parts:
-        older = []  # one file instead of one file: a single rename, and at any instant one of them is there
+        # One file instead of one file: a single rename, and at any instant one of them is there.
+        with contextlib.suppress(OSError):  # where a file system has no links, it goes as others go
+            os.link(older[0], aside / entry)
+            moved, older = [[(older[0], aside / entry)]], []
     one = entry.removesuffix(INDEX_SUFFIX)
     entries = (one, one + INDEX_SUFFIX)
     stages = [
@@ -245,7 +249,6 @@ def _install(temporary: Path, older: list[Path], entry: str, parts: list[str]) -
         + [(temporary / name, folder / name) for name in parts],
         [(temporary / entry, folder / entry)],
     ]
-    moved: list[list[tuple[Path, Path]]] = []
     try:
         for stage in filter(None, stages):
             moved.append([])
@@ -400,11 +403,10 @@ def save_gathered(
             dtype = _wanted(DTYPES[tensor.dtype], holdings.compute_dtype)
             tensors[TensorPlan(name, dtype, tuple(tensor.shape), tuple(aliases))] = tensor
         files = divide(tensors, parse_size(max_shard_size))
-    mine = (str(folder), filename, max_shard_size, with_frozen)
-    first = process_group.broadcast_object(mine)
-    with together():
-        if mine != first:
-            raise CheckpointError(f"save_16bit_model{mine}, but rank 0 calls it with {first}; pass the same")
+    agree_on("save_16bit_model", {
+        "save_dir": str(folder), "save_filename": filename, "exclude_frozen_parameters": not with_frozen,
+        "max_shard_size": max_shard_size,
+    })  # fmt: skip
 
     def gathered() -> Iterator[tuple[TensorPlan, torch.Tensor]]:
         """Piece by piece, in the tensors' own dtypes and on their device."""

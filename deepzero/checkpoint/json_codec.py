@@ -1,8 +1,9 @@
-"""Python values as JSON and back, exactly: what ``client_state``, schedules and optimizers keep besides big tensors.
+"""Python values as JSON and back: what ``client_state``, schedules and optimizers keep besides big tensors.
 
 JSON has no tuples, no keys but strings, no NaN and no tensors. Here a value that JSON has stands for itself, and any
 other is an object with one key that begins with ``$``. Tensors and numpy arrays go into a shard, under the key
-``client``, and the JSON says where. Nothing is ever pickled: what has no such form is refused with its place.
+``client``, and the JSON says where. A numpy number comes back as Python's, an object of a subclass (a named tuple) as
+one of the class. Nothing is ever pickled: what has no such form is refused with its place.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ ITEMSIZE = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 FACTORIES = {kind.__name__: kind for kind in (int, float, list, dict, set, str, bool)}
 """What may give a defaultdict its values, by name."""
+SEQUENCES = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -60,7 +62,7 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, (list, tuple, set, frozenset)):
         items = [encode(item, f"{where}[{place}]", tensors) for place, item in enumerate(value)]
-        return items if isinstance(value, list) else {"$tuple" if isinstance(value, tuple) else "$set": items}
+        return next(({name: items} for name, kind in SEQUENCES.items() if isinstance(value, kind)), items)
     if type(value) is Namespace:  # a program's arguments
         return {"$namespace": encode(vars(value), where, tensors)}
     if type(value) is Counter:  # torch's MultiStepLR keeps its milestones in one
@@ -90,8 +92,10 @@ def _encode_tensor(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> 
         raise CheckpointError(f"{where}: {error}") from None
     if tensor.dtype not in DTYPES:
         raise CheckpointError(f"{where} is a tensor of {tensor.dtype}, which a checkpoint cannot hold")
-    tensors[where] = tensor.cpu().contiguous().reshape(-1)
-    return {"$array" if array else "$tensor": where, "shape": list(tensor.shape)}
+    # Two keys of a dictionary may have the same words: tensors have, and NaNs.
+    name = where if where not in tensors else f"{where} ({len(tensors)})"
+    tensors[name] = tensor.cpu().contiguous().reshape(-1)
+    return {"$array" if array else "$tensor": name, "shape": list(tensor.shape)}
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -108,14 +112,14 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     kind = next(iter(value), "")
     if not kind.startswith("$"):
         return {key: decode(item, tensors) for key, item in value.items()}
+    if kind in SEQUENCES:
+        return SEQUENCES[kind](decode(value[kind], tensors))
     makers: dict[str, Any] = {
         "$float": float,
         "$bytes": bytes.fromhex,
         "$dtype": lambda name: {key: kind for key, kind in vars(torch).items() if isinstance(kind, torch.dtype)}[name],
         "$tensor": lambda name: tensors[name].reshape(value["shape"]),
         "$array": lambda name: tensors[name].reshape(value["shape"]).numpy(),
-        "$tuple": lambda items: tuple(decode(items, tensors)),
-        "$set": lambda items: set(decode(items, tensors)),
         "$namespace": lambda named: _namespace(decode(named, tensors)),
         "$counter": lambda counts: Counter(decode(counts, tensors)),
         "$defaultdict": lambda pair: defaultdict(FACTORIES[pair[0]], decode(pair[1], tensors)),

@@ -35,6 +35,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -257,12 +258,16 @@ class Manifest:
             raise CheckpointError(f"{where} is not a whole manifest ({type(error).__name__}: {error})") from None
 
 
+# A config may hold numbers of numpy's or torch's, which are written as Python's.
+_json = partial(json.dumps, allow_nan=False, default=lambda number: number.tolist())
+
+
 def _by_lines(value: Any) -> str:
     """JSON of a mapping or a list with a line for each item."""
     items = value.values() if isinstance(value, dict) else value
     if not isinstance(value, (dict, list)) or not any(isinstance(item, (dict, list)) for item in items):
-        return json.dumps(value, allow_nan=False)
-    texts = [json.dumps(item, allow_nan=False) for item in items]
+        return _json(value)
+    texts = [_json(item) for item in items]
     if isinstance(value, list):
         return "[\n " + ",\n ".join(texts) + "\n]"
     return "{\n " + ",\n ".join(f"{json.dumps(key)}: {text}" for key, text in zip(value, texts, strict=True)) + "\n}"

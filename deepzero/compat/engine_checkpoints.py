@@ -7,12 +7,11 @@ and arguments to the engine's :class:`~deepzero.checkpoint.checkpointer.Checkpoi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deepzero.checkpoint.checkpoint_dir import latest_tag
-from deepzero.checkpoint.errors import CheckpointError
+from deepzero.checkpoint.errors import CheckpointError, as_folder
 from deepzero.checkpoint.export import DEFAULT_MAX_SHARD
 from deepzero.compat import zero_to_fp32
 from deepzero.compat.deepspeed_checkpoint import LATEST_UNIVERSAL
@@ -79,9 +78,9 @@ def save_16bit_model(  # noqa: D417  of the method
     if str(save_filename).endswith((".bin", ".pt")):
         self.check("save_16bit_model")
         self.finish_delayed_update()
-        path = Path(save_dir).expanduser() / str(save_filename)
-        state_dict = partial(self._consolidated_16bit_state_dict, exclude_frozen_parameters)
-        zero_to_fp32.save_by_torch(path, state_dict, max_shard_size)
+        path = as_folder("save_16bit_model", save_dir) / str(save_filename)
+        state_dict = self._consolidated_16bit_state_dict
+        zero_to_fp32.save_by_torch(path, state_dict, exclude_frozen_parameters, max_shard_size)
         return True
     self.checkpointer.save_16bit_model(save_dir, save_filename, not exclude_frozen_parameters, max_shard_size)
     return True

@@ -24,11 +24,10 @@ from safetensors import safe_open
 from torch import nn
 
 from deepzero.checkpoint.checkpoint_dir import SCRIPT, is_complete
-from deepzero.checkpoint.errors import CheckpointError, RanksDisagree, together
+from deepzero.checkpoint.errors import CheckpointError, agree_on, together
 from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, INDEX_SUFFIX, MODEL_FILE, PRECISIONS, export
 from deepzero.checkpoint.manifest import BUFFER, Entry, listed
 from deepzero.checkpoint.reader import CheckpointReader, read_own
-from deepzero.comm import process_group
 from deepzero.compat import deepspeed_checkpoint
 from deepzero.compat.utilities import logger
 from deepzero.durable import flush_folder, write_whole
@@ -123,20 +122,19 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
-def save_by_torch(path: Path, state_dict: Callable[[], dict[str, Any] | None], max_shard_size: str | int) -> None:
+def save_by_torch(
+    path: Path, state_dict: Callable[[bool], dict[str, Any] | None], without_frozen: bool, max_shard_size: str | int
+) -> None:
     """Write by ``torch.save`` the state dict that ``state_dict`` gives rank 0, whole or not at all. A collective.
 
-    Raises a CheckpointError on every rank where rank 0 cannot write, where ranks name different files, or for a
+    Raises a CheckpointError on every rank where rank 0 cannot write, where ranks pass different arguments, or for a
     ``max_shard_size`` other than the default.
     """
-    mine = (str(path), max_shard_size)
-    first = process_group.broadcast_object(mine)
-    with together(error=RanksDisagree):
-        if first != mine:
-            raise CheckpointError(f"save_16bit_model: this rank passes {mine}, rank 0 {first}; pass the same on all")
+    shared = {"exclude_frozen_parameters": without_frozen, "max_shard_size": max_shard_size}
+    agree_on("save_16bit_model", {"save_dir": str(path.parent), "save_filename": path.name, **shared})
     if max_shard_size != DEFAULT_MAX_SHARD:
         raise CheckpointError(f"{path.name} is one file: leave max_shard_size out, or name a file in .safetensors")
-    state = state_dict()
+    state = state_dict(without_frozen)
     with together():
         if state is not None:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import deepzero
-from deepzero.checkpoint import reader
+from deepzero.checkpoint import reader, shard_file
+from deepzero.checkpoint.checkpoint_dir import read_manifest
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm import process_group
 from tests.distributed.checkpoints import engine_for, fingerprints, said, steps
@@ -238,19 +239,24 @@ def test_client_state(rank, world, tmp_path):
         "numpy": np.float32(0.5), "bytes": b"\x00\xff", "set": {1, 2}, "$odd": {"$": 1}, "big": 2**80, "ü\ud800": "\n",
         "turned": torch.arange(6).reshape(2, 3).t(), (1, "a"): -0.0, "dtype": torch.float16, "nothing": {},
         "arguments": Namespace(lr=0.1, layers=[1, 2]), "named self": Namespace(**{"$": 1}),
+        frozenset({1}): {frozenset({2}), (3, frozenset())}, "frozen": frozenset(), "tensors": {torch.eye(2): 1},
     }  # fmt: skip
+    good["tensors"] |= {torch.zeros(3): 2, float("nan"): torch.ones(1), float("nan"): torch.ones(2)}
     vars(good["named self"])["self"] = 3
     engine.save_checkpoint(tmp_path, tag="good", client_state=good if rank == 0 else {"only": "rank 0's counts"})
     _, back = engine.load_checkpoint(tmp_path)
     engine.destroy()
     assert list(back) == list(good), rank
     assert back["nan"] != back["nan"] and str(back[1, "a"]) == "-0.0" and back["numpy flag"] is True
+    (one, other, *_), (*_, first, second) = back["tensors"], back["tensors"].values()
+    assert (one.tolist(), other.tolist(), first.numel(), second.numel()) == ([[1, 0], [0, 1]], [0, 0, 0], 1, 2)
+    assert type(back["frozen"]) is frozenset
     for key, value in good.items():
         if torch.is_tensor(value):
             assert torch.equal(back[key], value) and back[key].dtype == value.dtype, key
         elif isinstance(value, np.ndarray):
             assert np.array_equal(back[key], value) and back[key].dtype == value.dtype
-        elif key != "nan":
+        elif key not in ("nan", "tensors"):
             assert back[key] == value and not isinstance(back[key], np.generic), key
 
 
@@ -265,6 +271,7 @@ def test_ranks_that_disagree(rank, world, tmp_path):
         (save, here, {"tag": "a/b" if rank else "ab"}, other if rank else f"rank 1: {other}"),
         (save, here, {"tag": "ends "}, "no white space at its ends"),
         (save, here, {"tag": "latest"}, "'latest' is taken"),
+        (save, here, {"tag": "manifest.json"}, "tag 'manifest.json' is the name of a file that belongs to"),
         (save, here, {"keep_last": 0}, "keep_last=0 must be at least 1"),
         (load, tmp_path, {"tag": "x"}, "there is no complete checkpoint in this folder"),
         (save, here, {"exclude_frozen_parameters": rank == 1},
@@ -275,9 +282,25 @@ def test_ranks_that_disagree(rank, world, tmp_path):
     ):  # fmt: skip
         assert part in said(call, folder, **arguments)
     process_group.barrier()
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.rglob("*")] == ["here", ".lock"]
     process_group.barrier()
     engine.save_checkpoint(here, tag="tag")
+    engine.destroy()
+
+
+@on_ranks()
+def test_numbers_of_numpys_and_torchs_in_a_config(rank, world, tmp_path):
+    """They are written as Python's; what JSON has not is refused before a shard is written."""
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": np.int64(3), "warmup_max_lr": np.float32(0.5)}}
+    adam = {"type": "AdamW", "params": {"lr": torch.tensor(0.25)}}
+    engine = engine_for(world, 1, scheduler=schedule, optimizer=adam)
+    engine.save_checkpoint(tmp_path, tag="one")
+    engine.load_checkpoint(tmp_path)
+    stored = json.dumps(read_manifest(tmp_path / "one").config)
+    assert all(text in stored for text in ('"warmup_num_steps": 3', '"warmup_max_lr": 0.5', '"lr": 0.0'))
+    engine.config.optimizer.params["odd"] = Sullen()
+    with patch.object(shard_file, "put", side_effect=AssertionError):
+        assert "Sullen" in said(engine.save_checkpoint, tmp_path, tag="two")
     engine.destroy()
 
 

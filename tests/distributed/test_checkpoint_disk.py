@@ -126,16 +126,17 @@ def test_a_commit_that_fails_and_a_disk_too_full_beforehand(rank, world, tmp_pat
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("what", [MemoryError, KeyboardInterrupt])
 @on_ranks()
-def test_no_memory_for_the_copy(rank, world, tmp_path, victim):
-    """One rank cannot take its copy: it says so itself, the others hear of it."""
+def test_no_copy(rank, world, tmp_path, victim, what):
+    """One rank cannot take its copy: the next save raises on all, and the ranks stay in step."""
     engine, began = engine_for(world, 2), time.monotonic()
-    with only(rank == victim, async_save.Saver, "_snapshot", side_effect=MemoryError("no memory")):
-        with pytest.raises(MemoryError) if rank == victim else nullcontext():
-            engine.save_checkpoint(tmp_path, asynchronous=True)
-        message = said(engine.wait_for_checkpoint)
-        assert time.monotonic() - began < 10
-    assert rank == victim or f"rank {victim}: MemoryError: no memory" in message
+    raises = pytest.raises(what) if rank == victim and what is KeyboardInterrupt else nullcontext()
+    with raises, only(rank == victim, async_save.Saver, "_snapshot", side_effect=what("no memory")):
+        engine.save_checkpoint(tmp_path, asynchronous=True)
+    message = said(engine.save_checkpoint, tmp_path)
+    assert time.monotonic() - began < 10
+    assert f"{what.__name__}: no memory" in message and (rank == victim or f"rank {victim}: " in message)
     assert names(tmp_path) == [".lock"]
     engine.save_checkpoint(tmp_path)
     engine.destroy()
@@ -224,6 +225,18 @@ def test_the_lock_is_held_as_long_as_somebody_of_this_process_holds_it(tmp_path)
     shutil.rmtree(tmp_path / "run")
     folders.release(tmp_path / "run")
     assert len(os.listdir("/dev/fd")) == before, "given back, though the folder is gone"
+
+
+@on_ranks()
+def test_a_folder_that_is_removed_or_renamed_between_two_saves(rank, world, tmp_path):
+    engine, folder = engine_for(world, 1), tmp_path / "run"
+    for how in (shutil.rmtree, lambda path: path.rename(tmp_path / "old"), None):
+        engine.save_checkpoint(folder)
+        assert names(folder) == [".lock", "global_step0", "latest"]
+        if rank == 0 and how is not None:
+            how(folder)
+        process_group.barrier()
+    engine.destroy()
 
 
 @on_ranks()

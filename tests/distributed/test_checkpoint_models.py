@@ -128,6 +128,7 @@ KEEPING = {
     "keeps buffer": (lambda p: Keeps(p, "buffer"), "'buffer', a name that a checkpoint uses itself"),
     "keeps a buffer of its own": (lambda p: Keeps(p, "buffer_1"), None),
     "keeps a list": (lambda p: Keeps(p, "old", lambda _: [torch.zeros(())]), "is a tensor inside of a list"),
+    "keeps a dtype": (lambda p: Keeps(p, "old", lambda _: {"dtype": "F32", "shape": [1]}), None),
     "tensors": (lambda p: torch.optim.AdamW(p, betas=TENSORS, foreach=False), "is a tensor inside of a list"),
 }
 """What is said when it is saved."""

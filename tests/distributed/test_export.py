@@ -2,8 +2,10 @@
 
 import errno
 import json
+import os
 import re
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -315,6 +317,12 @@ def test_a_failure_while_the_old_model_is_replaced_restores_it(ranks, tmp_path):
     with patch.object(Path, "replace", watched):
         export(tmp_path / "checkpoints", single, "bf16", force=True)
     assert moves == [("model.safetensors", True)]  # one rename: a reader finds one file or the other
+    before = (single / "model.safetensors").read_bytes()
+    for error, raised in ((OSError(errno.EIO, "I/O error"), CheckpointError), (KeyboardInterrupt, KeyboardInterrupt)):
+        for links in (nullcontext(), patch.object(os, "link", side_effect=OSError(errno.EPERM, "no links"))):
+            with links, patch.object(exporting, "flush_parents", side_effect=error), pytest.raises(raised):
+                export(tmp_path / "checkpoints", single, "fp32", force=True)
+            assert {path.name: path.read_bytes() for path in single.iterdir()} == {"model.safetensors": before}
 
 
 def too_large(rank, world, folder):
