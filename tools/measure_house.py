@@ -27,7 +27,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1687, 1150),
     "deepzero/comm": (4353, 2720),
-    "deepzero/runtime": (4399, 3050),
+    "deepzero/runtime": (4411, 3050),
     "deepzero/runtime/zero": (5959, 4550),
     "deepzero/offload": (3593, 2500),
     "deepzero/checkpoint": (3683, 2610),
@@ -39,12 +39,12 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/models": (542, 540),
     "deepzero/data": (521, 400),
     "deepzero/training": (1001, 380),
-    "deepzero/compat": (3383, 1200),
-    "deepzero": (38_192, 23_500),
+    "deepzero/compat": (3389, 1200),
+    "deepzero": (38_210, 23_500),
     "tools": (6007, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_333, 17_000),
+    "tests": (32_359, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

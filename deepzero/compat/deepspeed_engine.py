@@ -34,6 +34,7 @@ from deepzero.device import accelerator_of
 from deepzero.offload.activations import build_host_activations
 from deepzero.offload.offload_states import StateOffloader
 from deepzero.runtime.engine import StepRecord
+from deepzero.runtime.zero.guards import lost_on_error
 from deepzero.utils.errors import MisuseError
 
 ROUTES = ("train", "eval", "predict")
@@ -75,19 +76,20 @@ class DeepSpeedEngine(EngineGetters):
         weakref.finalize(self, self.frozen_parameters.thaw).atexit = False
         try:
             super().__init__(model, optimizer, config, lr_scheduler, total_steps, comm)
-            self.optimizer_order = in_order
-            self.bytes_at_build = accelerator_of(self.device).memory_allocated(self.device)
-            self.made.add(self)
-            dress(self)
-            name_scheduler(self.lr_scheduler)
-            if isinstance(self.optimizer, NoOptimizer):
-                self.preconditions.append(refuse_to_train)
-            self.checkpointer = Checkpointer(self, (deepspeed_checkpoint.read,))
-            self.offloader = StateOffloader(self, self.checkpointer.wait)
-            if config.activation_checkpointing.cpu_checkpointing:
-                self.activations = build_host_activations(self)
-            if config.steps_per_print is not None and self.global_rank == 0:
-                self.on_step.append(partial(print_progress, self))
+            with lost_on_error(model):  # which has the model, and is of no use to anybody
+                self.optimizer_order = in_order
+                self.bytes_at_build = accelerator_of(self.device).memory_allocated(self.device)
+                dress(self)
+                name_scheduler(self.lr_scheduler)
+                if isinstance(self.optimizer, NoOptimizer):
+                    self.preconditions.append(refuse_to_train)
+                self.checkpointer = Checkpointer(self, (deepspeed_checkpoint.read,))
+                self.offloader = StateOffloader(self, self.checkpointer.wait)
+                if config.activation_checkpointing.cpu_checkpointing:
+                    self.activations = build_host_activations(self)
+                if config.steps_per_print is not None and self.global_rank == 0:
+                    self.on_step.append(partial(print_progress, self))
+                self.made.add(self)
         except BaseException:
             self.frozen_parameters.thaw()
             raise
@@ -158,7 +160,7 @@ class DeepSpeedEngine(EngineGetters):
         whole = dataclasses.replace(self.config, train_batch_size=train_batch_size, gradient_accumulation_steps=None,
                                     train_micro_batch_size_per_gpu=self.batch.micro_batch)  # fmt: skip
         batch, dtypes = resolve_batch(whole, self.world_size), self.zero.dtypes
-        if self.passes.count or self.micro_steps % self.batch.accumulation:
+        if self.passes.count:
             raise MisuseError("set_train_batch_size within an optimizer step: call it after engine.step()")
         narrow = dtypes.compute != dtypes.accumulation and all(flat is None for flat in self.zero.unreduced.flat)
         if batch.accumulation > 1 and not self.zero.stage.gradients.every_pass and narrow:

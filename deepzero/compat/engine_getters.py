@@ -59,7 +59,7 @@ ANSWERS: dict[str, Callable[[Any], Any]] = {
     "bfloat16_enabled": lambda its: its.config.precision.dtype == "bf16",
     "initial_dynamic_scale": lambda its: 2**its.config.precision.initial_scale_power,
     "dynamic_loss_scale": lambda its: its.config.precision.dtype == "fp16" and not its.config.precision.loss_scale,
-    "optimizer_name": lambda its: its.config.optimizer.target.lower() if its.config.optimizer else None,
+    "optimizer_name": lambda its: its.config.optimizer.target.lower() if its.config.optimizer else its._given_optimizer,
     "optimizer_params": lambda its: dict(its.config.optimizer.params) if its.config.optimizer else None,
     "scheduler_name": lambda its: its.config.scheduler.type if its.config.scheduler else None,
     "scheduler_params": lambda its: dict(its.config.scheduler.params) if its.config.scheduler else None,
@@ -136,6 +136,8 @@ class EngineGetters(Engine):
     client_optimizer = basic_optimizer = property(attrgetter("optimizer"))
     inside_no_sync_ctxt = property(attrgetter("state.inside_no_sync"))
     is_compiled = property(lambda self: self.module._compiled_call_impl is not None)
+    # The name of what no block names; without any the engine has no parameter groups.
+    _given_optimizer = property(lambda self: type(self.optimizer).__name__ if self.optimizer.param_groups else None)
     mp_world_size = 1
     sparse_tensor_module_names: frozenset[str] = frozenset()  # nothing is reduced sparse
     mpu = seq_parallel_group = None

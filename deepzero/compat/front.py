@@ -48,12 +48,7 @@ def initialize(*given: Any, **named: Any) -> Any:
         return door.initialize(*given, **named)
     if settings.zero.stage and isinstance(optimizer := call.get("optimizer"), torch.optim.Optimizer):
         _refuse_where_asked(optimizer, settings, {} if isinstance(config, EngineConfig) else read_mapping(config or {}))
-    for param in getattr(call.get("model"), "parameters", tuple)():  # what is no module is refused on every rank
-        if param.is_floating_point() and not is_zero_param(param):
-            param.data.copy_(param.data.to(Dtypes.of(settings).compute))
-    made = door.initialize(**call | dict.fromkeys(arguments) | {"config": config})
-    made[0].__class__, made[0].zero.trained.__class__ = EngineInPlace, MayFreeze
-    return made
+    return door.initialize(**call | dict.fromkeys(arguments) | {"config": config, "engine_class": EngineInPlace})
 
 
 def _refuse_where_asked(optimizer: torch.optim.Optimizer, settings: EngineConfig, says: Mapping[str, Any]) -> None:
@@ -73,7 +68,14 @@ class SlowOptimizer(CheckpointError, ConfigError):
 
 
 class EngineInPlace(DeepSpeedEngine):
-    """The engine of this ``initialize``."""
+    """The engine of this ``initialize``; it rounds last of all, as what is refused leaves an older engine going on."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig, *rest: Any) -> None:
+        for param in model.parameters():
+            if param.is_floating_point() and not is_zero_param(param):
+                param.data.copy_(param.data.to(Dtypes.of(config).compute))
+        super().__init__(model, optimizer, config, *rest)
+        self.zero.trained.__class__ = MayFreeze
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """As the engine's own, with DeepSpeed's words for what is no loss."""
@@ -104,8 +106,8 @@ class RoundedInit(DeepSpeedInit):
         if isinstance(settings, EngineConfig):
             return Dtypes.of(settings).compute
         blocks = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
-        given = read_mapping(settings)
-        return next((dtype for key, dtype in blocks.items() if (given.get(key) or {}).get("enabled") is True), None)
+        given = {key: block for key, block in read_mapping(settings).items() if isinstance(block, Mapping)}
+        return next((dtype for key, dtype in blocks.items() if given.get(key, {}).get("enabled") is True), None)
 
 
 def _status(tensor: torch.Tensor) -> ZeroParamStatus:

@@ -55,6 +55,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: Mapping[str, Any] | None = None,
     total_steps: int | None = None,
+    engine_class: type[DeepSpeedEngine] = DeepSpeedEngine,
 ) -> tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]:
     """Wrap a model for training under ZeRO; joins the process group when nobody has.
 
@@ -80,6 +81,7 @@ def initialize(
         mesh_param: for sequence parallelism, which deepzero has not.
         config_params: the older name of ``config``.
         total_steps: optimizer steps of the whole run, for schedules that end with it.
+        engine_class: what is made, once all ranks have agreed.
 
     Returns:
         ``(engine, optimizer, dataloader, lr_scheduler)``; None in place of what there is not.
@@ -90,8 +92,7 @@ def initialize(
     Example:
         >>> config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
         >>> engine, optimizer, _, _ = initialize(model=nn.Linear(4, 1), config=config)
-        >>> loss = engine(torch.ones(2, 4)).pow(2).mean()
-        >>> _ = engine.backward(loss)
+        >>> _ = engine.backward(engine(torch.ones(2, 4)).pow(2).mean())
         >>> engine.step()
         >>> engine.global_steps
         1
@@ -104,8 +105,8 @@ def initialize(
         given = (optimizer, model_parameters, lr_scheduler, total_steps, training_data)
         model, chosen, lr_scheduler = _taken(problem, settings, model, *given)
         trains = not isinstance(chosen, NoOptimizer)
-        settings = settings if trains else dataclasses.replace(settings, scheduler=None)
-        engine = DeepSpeedEngine(model, chosen, settings, lr_scheduler, total_steps)
+        settings = _in_use(settings, optimizer is not None, trains)
+        engine = engine_class(model, chosen, settings, lr_scheduler, total_steps)
         if engine.global_rank == 0:
             log.info(engine.describe_bits())
         engine.collate_fn = collate_fn
@@ -115,11 +116,22 @@ def initialize(
             engine.training_dataloader = engine.deepspeed_io(training_data)
         return engine, chosen if trains else None, engine.training_dataloader, engine.lr_scheduler
     except (ConfigError, RankMismatchError) as error:
-        roots = {at.f_globals.get("__name__", "").partition(".")[0] for at, _ in traceback.walk_tb(error.__traceback__)}
-        if not roots <= {"deepzero", "torch", "contextlib"}:
+        if not _frames(error) <= {"deepzero", "torch", "contextlib"}:
             raise  # in a factory of the user's, say, which its frame tells
         error.args = (str(error) if isinstance(config or config_params, EngineConfig) else in_json_words(str(error)),)
         raise error.with_traceback(None) from error.__cause__  # where it was found says nothing of a setting
+
+
+def _frames(error: Exception) -> set[str]:
+    """The packages in which it was on its way."""
+    return {at.f_globals.get("__name__", "").partition(".")[0] for at, _ in traceback.walk_tb(error.__traceback__)}
+
+
+def _in_use(settings: EngineConfig, given: bool, trains: bool) -> EngineConfig:
+    """Without the blocks that the engine does not go by, as an optimizer was given, or none is there."""
+    return dataclasses.replace(
+        settings, optimizer=None if given else settings.optimizer, scheduler=settings.scheduler if trains else None
+    )
 
 
 def _taken(

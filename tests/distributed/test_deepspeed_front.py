@@ -93,6 +93,8 @@ def test_without_an_optimizer(rank, world, stage):
     with mock.patch("deepzero.compat.deepspeed_engine.dress", side_effect=KeyError("late")), pytest.raises(KeyError):
         deepzero.initialize(model=broken, config=settings)
     assert all(param.requires_grad for param in broken.parameters())
+    with pytest.raises(deepzero.ConfigError, match="left in pieces"):
+        deepzero.initialize(model=broken, config=settings)
     training = start(make_model(seed=2), stage=stage)
     with pytest.raises(deepzero.ConfigError, match=r"another engine"):
         deepzero.initialize(model=training.module.blocks, config=settings)
@@ -217,6 +219,27 @@ def test_in_deepspeeds_place(rank, world, stage):
             made[0].destroy()
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_a_refused_call_in_deepspeeds_place_rounds_nothing(rank, world, stage):
+    """Neither a model nor what an older engine has of it, which may be on the host."""
+    model = make_model()
+    before = [param.detach().clone() for param in model.parameters()]
+    wrong = config(stage=stage, precision="bf16", train_batch_size=7)
+    with pytest.raises(deepzero.ConfigError, match="train_batch_size"):
+        front.initialize(model=model, config=wrong)
+    assert all(map(torch.equal, before, model.parameters()))
+    older = start(model, stage=stage, optimizer=SGD)
+    values = older.params_sha256()
+    with pytest.raises(deepzero.ConfigError, match="train_batch_size"):
+        front.initialize(model=model, config=wrong)
+    assert older.params_sha256() == values
+    older.offload_states()
+    engine, *_ = front.initialize(model=model, config=config(stage=stage, precision="bf16"))
+    one_step(engine, rank, world)
+    assert engine.was_step_applied()
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 @on_ranks()
 def test_when_gradients_are_reduced(rank, world, stage):
@@ -266,6 +289,9 @@ def test_another_number_of_micro_batches(rank, world):
     engine.backward(engine(*make_batch(0, 2)))
     with pytest.raises(AssertionError, match="within an optimizer step"):
         engine.set_train_batch_size(2 * world)
+    engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+    engine.set_train_batch_size(2 * world)  # between two steps, though not after three micro-batches
     narrow = start(make_model(), stage=1, precision="bf16")
     with pytest.raises(AssertionError, match=r"the sum of 2 would be kept in torch\.bfloat16"):
         narrow.set_train_batch_size(4 * world)
@@ -310,7 +336,7 @@ def test_arguments_of_initialize(rank, world):
             deepzero.initialize(**{**given, **wrong})
     with log_lines() as messages:
         engine, *_ = deepzero.initialize(**given, mpu=Trivial(), model_parameters=nn.Linear(3, 4).parameters())
-    assert engine.optimizer is optimizer
+    assert engine.optimizer is optimizer and engine.optimizer_name() == "SGD"
     assert [m.partition(",")[0] for m in messages if "parameters" in m] == [
         "model_parameters= is ignored"][: 1 - rank]  # fmt: skip
     one_step(engine, rank, world)
