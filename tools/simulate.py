@@ -96,7 +96,7 @@ def _probe(arguments: argparse.Namespace) -> None:
             run_here(probe_to_file, str(path), dtype)
         else:
             composed.at_least_one(arguments, "ranks")
-            nproc = arguments.ranks or default_nproc()
+            nproc = arguments.ranks or default_nproc(arguments.device or "auto")
             threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(default_threads(nproc))}
             launch(PROBE, "probe_to_file", (str(path), dtype), nproc=nproc, environment={**device, **threads})
         if not under_launcher() or os.environ["RANK"] == "0":

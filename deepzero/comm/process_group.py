@@ -82,7 +82,7 @@ def _sees() -> str:
 def ranks_of_host() -> int | None:
     """How many ranks this rank's machine has, as torchrun says it (``LOCAL_WORLD_SIZE``); None: nobody has said."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdigit() and int(told) > 0 else None
+    return int(told) if told.isdecimal() and int(told) > 0 else None
 
 
 def default_device() -> torch.device:
@@ -110,8 +110,9 @@ def default_device() -> torch.device:
         return mine.current_device()
     if number >= gpus:
         raise ConfigError(
-            f"{name}={number}: {_sees()} only; start as many ranks on a machine as it has GPUs. Where each rank is "
-            "shown its own GPU alone (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task), set LOCAL_RANK=0 or show it all"
+            f"{name}={number}: {_sees()} only; start as many ranks on a machine as it has GPUs, or all of them with "
+            "DEEPZERO_DEVICE=cpu. Where each rank is shown its own GPU alone (CUDA_VISIBLE_DEVICES, Slurm's "
+            "--gpus-per-task), set LOCAL_RANK=0 or show it all"
         )
     return torch.device(mine.kind, number)
 

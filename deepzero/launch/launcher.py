@@ -17,6 +17,7 @@ when one fails.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import pickle
@@ -33,15 +34,15 @@ from types import FrameType
 from typing import Any
 
 from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, STORE, loopback_variables
-from deepzero.launch.rank_process import RESTART_VARIABLE, RankReport, read_reports, root_cause
+from deepzero.launch.rank_process import RESTART_VARIABLE, SAME_REQUEST_SECONDS, RankReport, read_reports, root_cause
 from deepzero.utils.errors import ConfigError
 
 GRACE_SECONDS = 30.0
 """A rank that was told to end, by a signal or since another one has failed, is killed after this long."""
 _POLL_SECONDS = 0.02
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-_RANK = "import sys; from deepzero.launch.rank_process import main; main(sys.argv[1])"
+# A rank imports what this process would: `-c` alone would look in the current folder first.
+_RANK = "import sys; sys.path[:] = sys.argv[2:]; from deepzero.launch.rank_process import main; main(sys.argv[1])"
 
 
 class RankFailed(RuntimeError):
@@ -64,14 +65,18 @@ class Interrupted(Exception):
 
 def under_launcher() -> bool:
     """Whether torchrun, or another launcher that speaks its language, has started this process as a rank."""
-    return {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
-def default_nproc() -> int:
-    """Ranks that a run gets on this machine: one for each GPU, or 2 where there is none."""
+def default_nproc(wanted: str = "auto") -> int:
+    """Ranks that a run gets on this machine: one for each GPU, or 2 where there is none or the CPU is ``wanted``."""
     from deepzero.device import installed
 
-    return installed().device_count() or 2
+    return 2 if _cpu_is_meant(wanted) else installed().device_count() or 2
+
+
+def _cpu_is_meant(wanted: str) -> bool:
+    return wanted == "cpu" or (wanted == "auto" and os.environ.get("DEEPZERO_DEVICE") == "cpu")
 
 
 def choose_device(wanted: str, nproc: int) -> str:
@@ -86,7 +91,7 @@ def choose_device(wanted: str, nproc: int) -> str:
     from deepzero.comm.process_group import missing_gpu, say_cpu
     from deepzero.device import installed
 
-    if wanted == "cpu" or (wanted == "auto" and os.environ.get("DEEPZERO_DEVICE") == "cpu"):
+    if _cpu_is_meant(wanted):
         return "cpu"
     gpus = installed().device_count()
     if gpus >= nproc:
@@ -137,7 +142,7 @@ def launch(
     def say(number: int, error: RankFailed) -> None:
         print(f"{error.headline.splitlines()[0]}; restart {number} of {max_restarts}", file=sys.stderr, flush=True)
 
-    job = {"parent": os.getpid(), "sys_path": sys.path, "file": file, "name": name, "args": pickle.dumps(args)}
+    job = {"parent": os.getpid(), "file": file, "name": name, "args": pickle.dumps(args)}
     joined = False
     try:
         # Among temporary files, not in /dev/shm: systemd empties that when the user logs out, a container's has 64 MB.
@@ -147,7 +152,7 @@ def launch(
             f"no folder for the ranks to meet in: {type(error).__name__}: {error}; TMPDIR can name a place for it",
             full=traceback.format_exc(),
         ) from None
-    with whole as root, _Signals() as signals:
+    with whole as root, _locked(root), _Signals() as signals:
         for attempt in range(max_restarts + 1):
             # A folder each: stores and reports of different attempts must not mix.
             folder = Path(root, str(attempt))
@@ -161,6 +166,18 @@ def launch(
                     raise
                 with signals.raised():
                     (on_restart or say)(attempt + 1, error)
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """What cleans /tmp (systemd-tmpfiles: of what is 10 days old) leaves a folder that is locked, and all below it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _attempt(
@@ -180,7 +197,7 @@ def _attempt(
                 store.append(os.memfd_create("deepzero-store"))
                 (folder / STORE).symlink_to(f"/proc/self/fd/{store[0]}")
             for rank in range(nproc):
-                command = [sys.executable, "-c", _RANK, str(path)]
+                command = [sys.executable, "-c", _RANK, str(path), *map(str, sys.path)]
                 variables = _rank_environment(rank, nproc, environment)
                 ranks.append(subprocess.Popen(command, env=variables, start_new_session=True, pass_fds=store))
         except OSError as error:
@@ -196,7 +213,10 @@ def _attempt(
             process.wait()
         for handle in store:
             os.close(handle)
-    failure = _failure(read_reports(folder), exit_codes) if exit_codes else None
+    reports = read_reports(folder)
+    # A rank that obeys the signal leaves no report: one that is there tells of a failure on the way out.
+    failed = exit_codes or any(not report.peer_gone for report in reports)
+    failure = _failure(reports, exit_codes) if failed else None
     if signals.received:
         raise Interrupted(signals.received[0]) from failure
     if failure is not None:
@@ -258,9 +278,8 @@ def _rank_environment(rank: int, nproc: int, extra: Mapping[str, str]) -> dict[s
         "KINETO_LOG_LEVEL": "99",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun has it: a lost peer ends the process
     }
-    paths = [_PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
-    own = {name: str(number) for name, number in numbers.items()} | {"PYTHONPATH": os.pathsep.join(paths)}
+    own = {name: str(number) for name, number in numbers.items()}
     return {**defaults, **inherited, **loopback_variables(), **extra, **own}
 
 
@@ -270,6 +289,7 @@ class _Signals:
     def __init__(self) -> None:
         self.received: list[int] = []
         self._raises = False
+        self._again_from = 0.0  # when Ctrl-C counts again
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
@@ -286,6 +306,11 @@ class _Signals:
             signal.signal(number, handler)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT:
+            # A terminal's Ctrl-C comes twice where a wrapper (`uv run`, `timeout`) passes it on.
+            if (now := time.monotonic()) < self._again_from:
+                return
+            self._again_from = now + SAME_REQUEST_SECONDS
         self.received.append(signum)
         if self._raises:
             raise Interrupted(signum)
@@ -306,18 +331,22 @@ def _failure(reports: list[RankReport], exit_codes: Mapping[int, int]) -> Except
     """What to tell the user, from what the ranks said and how they ended."""
     cause = root_cause(reports)
     # A rank that left no report did not end by an exception. SIGTERM is the launcher's own way of ending the others.
-    silent = set(exit_codes) - {r.rank for r in reports}
+    silent = set(exit_codes) - {r.rank for r in reports} if cause is None or cause.peer_gone else set()
     killed = {r: -exit_codes[r] for r in sorted(silent) if exit_codes[r] < 0 and -exit_codes[r] != signal.SIGTERM}
-    if killed and (cause is None or cause.peer_gone):
+    if killed:
+        names = {member.value: member.name for member in signal.Signals}
         memory = (
             "; when nobody did this by hand, the machine ran out of memory (`dmesg` tells): try a smaller "
             "train_micro_batch_size_per_gpu, model.activation_checkpointing=true or a higher zero.stage"
         )
         return RankFailed("\n".join(
-            f"rank {rank} was killed by signal {number} ({signal.Signals(number).name})"
+            f"rank {rank} was killed by signal {number} ({names.get(number, 'real-time')})"
             + (memory if number == signal.SIGKILL else "")
             for rank, number in killed.items()
         ))  # fmt: skip
+    # Somebody else than this launcher has asked a rank to end, and it did, perhaps together with the others, in order.
+    if silent and (stopped := {exit_codes[r] - 128 for r in silent}) <= {*_ENDING}:
+        return Interrupted(min(stopped))
     if cause is None:
         rank, code = min(exit_codes.items())
         return RankFailed(f"rank {rank} ended with exit status {code} and left no error report")

@@ -181,6 +181,8 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
     Where the program has called :func:`on_stop_request`, the first SIGTERM or SIGINT is passed on to it, and ends the
     process only when the grace is over. ``on_stop`` is called with the reason in words before; it has to be quick.
     """
+    with contextlib.suppress(RuntimeError):  # there is no stderr
+        faulthandler.enable()
     if parent is not None and sys.platform == "linux":
         # The kernel kills this process when its parent ends, even while C code holds Python's lock for good.
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG in <linux/prctl.h>
@@ -216,7 +218,7 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
                 asked.asked_by, asked_at = signal.Signals(number), time.monotonic()
                 try:
                     asked.callback()
-                except Exception:  # and the program never hears of the request
+                except BaseException:  # SystemExit, too; and the program never hears of the request
                     traceback.print_exc()
                     leave(128 + number, f"stopped by {signal.Signals(number).name}; its callback failed", on_stop)
             elif asks and time.monotonic() < asked_at + SAME_REQUEST_SECONDS:
@@ -239,8 +241,8 @@ def leave(status: int, reason: str = "", tell: Callable[[str], None] | None = No
     last tensors: one that asks for Python's lock after Python has closed it aborts the process (seen about once in a
     hundred runs, after everything had been written).
     """
-    for act in (partial(tell, reason) if tell else str, sys.stdout.flush, sys.stderr.flush):
-        with contextlib.suppress(Exception):
+    for act in (partial(tell, reason) if tell else str, lambda: sys.stdout.flush(), lambda: sys.stderr.flush()):
+        with contextlib.suppress(Exception):  # a stream may be None, too
             act()
     os._exit(status)
 
@@ -255,11 +257,12 @@ def run_here(program: Callable[..., None], *args: Any, on_failure: Callable[[str
     wait a moment first: torchrun ends them as soon as it sees the first one fail. ``on_failure`` is called with the
     reason in words when this rank fails or is stopped.
     """
-    faulthandler.enable()
     watch(None, on_failure)
     try:
         program(*args)
     except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:  # `sys.exit(0)` is no failure
+            raise
         fail_as_rank(error, on_failure)
 
 
@@ -345,15 +348,17 @@ def load_program(path: str, name: str) -> Callable[..., None]:
 def main(job_path: str) -> NoReturn:
     """The life of a rank that the launcher has started with a JOB."""
     rank, folder = int(os.environ["RANK"]), Path(job_path).parent
-    faulthandler.enable()
     # The launcher is a parent that this process can trust: it wrote the job into a folder that only this user can read.
     job = pickle.loads(Path(job_path).read_bytes())
     watch(job["parent"])
     if os.getppid() != job["parent"]:
         leave(FAILURE_EXIT)
-    sys.path[:] = job["sys_path"]
     try:
-        load_program(job["file"], job["name"])(*pickle.loads(job["args"]))
+        try:
+            load_program(job["file"], job["name"])(*pickle.loads(job["args"]))
+        except SystemExit as error:
+            if error.code:  # `sys.exit(0)` is no failure
+                raise
         finish()
         with contextlib.suppress(Exception):
             flight_recorder.leave("has ended its program")

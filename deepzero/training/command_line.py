@@ -156,7 +156,7 @@ class CommandLine:
 
     def _start_ranks(self, run: RunConfig, run_dir: Path, command: Command) -> None:
         """Check what can be checked, start the ranks on this machine, wait for them."""
-        nproc = run.launch.nproc or default_nproc()
+        nproc = run.launch.nproc or default_nproc(run.launch.device)
         device = launcher.choose_device(run.launch.device, nproc)
         run_folder.take(run_dir)
         run = at_its_start(run, run_dir, nproc)
@@ -197,7 +197,8 @@ class CommandLine:
             run.launch.idle_unless(False, "write torchrun's own --max-restarts; leave it out", "max_restarts")
             if run.launch.device == "auto":
                 refuse_missing_gpu()
-            os.environ["DEEPZERO_DEVICE"] = device = launcher.choose_device(run.launch.device, here)
+            # Of one rank: each may be shown its own GPU alone. One that has none is refused when it joins the others.
+            os.environ["DEEPZERO_DEVICE"] = device = launcher.choose_device(run.launch.device, 1)
             if (threads := threads_of_rank(run, device)) is not None:
                 torch.set_num_threads(threads)
             folder = run_folder.join(run, run_dir)
@@ -307,7 +308,7 @@ def _record_failure(run_dir: Path, reason: str, settings: dict[str, Any], starte
 
 def print_plan(run: RunConfig) -> None:
     """``plan=true``: what this run would hold, send and fetch on this machine, in order."""
-    nproc = run.launch.nproc or default_nproc()
+    nproc = run.launch.nproc or default_nproc(run.launch.device)
     kind: Any = launcher.choose_device(run.launch.device, nproc)
     preflight(run, nproc, kind)
     say(plan.text(dry_run(program_of(run, nproc), ClusterShape(nproc, nproc, kind))), sys.stdout)

@@ -119,7 +119,7 @@ def leave_a_note(rank):
 def wait_for_the_stop(rank, folder, stubborn):
     """Go on until a rank was asked to stop, then end in order; a stubborn one never does."""
     asked = threading.Event()
-    on_stop_request(asked.set, grace_seconds=1.0 if stubborn else 20.0)
+    on_stop_request(asked.set, grace_seconds=5.0 if stubborn else 20.0)
     (folder / f"ready{rank}").touch()
     while stubborn:
         time.sleep(600)

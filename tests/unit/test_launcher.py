@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +18,12 @@ import torch.distributed as dist
 from deepzero import device
 from deepzero.comm import process_group
 from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, STORE
+from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.launch import launcher
-from deepzero.launch.launcher import Interrupted, RankFailed, choose_device, launch
+from deepzero.launch.launcher import Interrupted, RankFailed, choose_device, default_nproc, launch
+from deepzero.launch.rank_process import describe, write_report
+from deepzero.training import command_line
 
 
 def start(*scripts):
@@ -71,6 +76,35 @@ def test_a_failure_before_a_signal_is_told(tmp_path, monkeypatch):
     assert "rank 1 ended with exit status 3" in str(caught.value.__cause__)
 
 
+def test_a_failure_after_a_signal_is_told(tmp_path, monkeypatch):
+    """The save with which a rank wants to leave; what its neighbour then lost is no news."""
+    signals = launcher._Signals()
+
+    def save(ranks, signals):
+        signals.received.append(signal.SIGINT)
+        for rank, error in enumerate(said):
+            write_report(tmp_path / str(len(said)), describe(error, rank))
+        return {}
+
+    monkeypatch.setattr(launcher, "_wait", save)
+    said = [RuntimeError("Connection closed by peer")]
+    for told in (None, "rank 1 failed: OSError: disk full"):
+        with pytest.raises(Interrupted, match="SIGINT") as caught:
+            launcher._attempt(tmp_path / str(len(said)), {"parent": os.getpid()}, 2, {}, signals)
+        assert getattr(caught.value.__cause__, "headline", None) == told
+        said.append(OSError("disk full"))
+
+
+def test_one_ctrl_c_that_comes_twice_is_one(monkeypatch):
+    """The terminal's own, and the same one passed on by `uv run`."""
+    signals = launcher._Signals()
+    for at in (10.0, 10.05, 10.9, 11.5):
+        monkeypatch.setattr(launcher.time, "monotonic", lambda at=at: at)
+        signals._note(signal.SIGINT, None)
+        signals._note(signal.SIGTERM, None)
+    assert signals.received.count(signal.SIGINT) == 2 and signals.received.count(signal.SIGTERM) == 4
+
+
 def test_what_was_ignored_stays_ignored():
     """SIGHUP by nohup, and Ctrl-C for what a shell has started with ``&``."""
     before = signal.getsignal(signal.SIGTERM)
@@ -120,17 +154,26 @@ def test_no_place_to_meet(monkeypatch):
 
 
 def meet_under(expected):
-    """A rank: its launch lies where TMPDIR says, and the store on no disk."""
+    """A rank: its launch lies where TMPDIR says, for as long as it lasts, and the store on no disk."""
     folder = Path(os.environ[LAUNCH_FOLDER_VARIABLE])
     assert folder.parents[1] == Path(expected)
+    cleaner = os.open(folder.parent, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):  # systemd-tmpfiles asks in this way, and goes on
+        fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
     dist.FileStore(str(folder / STORE)).set("key", "value")
     if hasattr(os, "memfd_create"):
         assert os.readlink((folder / STORE).readlink()).startswith("/memfd:")
+    sys.exit()  # which is no failure
 
 
 def test_the_launch_lies_where_tmpdir_says(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
+    other = tmp_path.with_name("other")  # the folder in which the command is typed has modules of the same names
+    (other / "deepzero").mkdir(parents=True)
+    for path in ("deepzero/__init__.py", "json.py"):
+        (other / path).write_text("raise ImportError('not what the launcher has')", encoding="ascii")
+    monkeypatch.chdir(other)
     before = set(os.listdir("/dev/fd"))
     launch(__file__, "meet_under", (str(tmp_path),), nproc=1, environment={})
     assert list(tmp_path.iterdir()) == [] and set(os.listdir("/dev/fd")) == before
@@ -207,6 +250,22 @@ def test_a_ranks_gpu(variables, expected, gpus, monkeypatch):
     else:
         with pytest.raises(ConfigError, match=expected):
             process_group.default_device()
+
+
+def test_a_rank_of_torchrun_that_is_shown_its_own_gpu_alone(gpus, monkeypatch):
+    """As the refusal above advises; four such ranks are on one machine."""
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    variables = {"LOCAL_RANK": "0", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "DEEPZERO_DEVICE": ""}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def join(*_):
+        raise ConfigError(f"joins on {process_group.default_device()}, {os.environ['DEEPZERO_DEVICE']}")
+
+    monkeypatch.setattr(command_line, "read_config", lambda cfg: RunConfig())
+    monkeypatch.setattr(command_line.run_folder, "join", join)
+    with pytest.raises(ConfigError, match="joins on cuda:0, cuda"):
+        command_line.CommandLine(print, Path(__file__))._train_here(None, "run", None)
 
 
 def test_a_group_that_the_caller_has_joined(gpus, monkeypatch):
@@ -291,10 +350,14 @@ def test_a_cpu_build_beside_a_driver(no_gpu, monkeypatch):
     assert process_group.missing_gpu() is None
 
 
-def test_too_few_gpus(gpus, capsys):
+def test_too_few_gpus(gpus, capsys, monkeypatch):
     process_group.say_cpu.cache_clear()
     assert choose_device("auto", 2) == choose_device("cuda", 2) == "cuda"
     assert choose_device("auto", 3) == "cpu"
     assert "running on the CPU: 3 ranks want a GPU each, and this machine has 2." in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"launch\.device=cuda: 3 ranks want a GPU each, and this machine has 2"):
         choose_device("cuda", 3)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    assert [default_nproc(wanted) for wanted in ("auto", "cuda", "cpu")] == [8, 8, 2]
+    monkeypatch.setenv("DEEPZERO_DEVICE", "cpu")
+    assert [default_nproc(wanted) for wanted in ("auto", "cuda", "cpu")] == [2, 8, 2]

@@ -79,10 +79,9 @@ def test_a_report_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
     )
     path = tmp_path / "launch" / "job.pickle"
     path.parent.mkdir()
-    job = {"parent": os.getppid(), "sys_path": sys.path, "file": str(tmp_path / "program.py"), "name": "fail"}
+    job = {"parent": os.getppid(), "file": str(tmp_path / "program.py"), "name": "fail"}
     path.write_bytes(pickle.dumps({**job, "args": pickle.dumps((path,))}))
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(rank_process.faulthandler, "enable", lambda: None)
     monkeypatch.setattr(rank_process, "watch", lambda parent: None)
     monkeypatch.setattr(rank_process, "leave", sys.exit)
     with pytest.raises(SystemExit, match=f"^{rank_process.FAILURE_EXIT}$"):
@@ -103,6 +102,11 @@ def test_what_the_launcher_makes_of_ends():
     assert "rank 2 ended with exit status 3" in str(launcher._failure([], {2: 3})), "without a word"
     error = launcher._failure([caught(ConfigError("no"), 1), caught(RuntimeError(ECHOES[1]), 0)], {0: 1, 1: 2})
     assert isinstance(error, ConfigError) and str(error) == "no"
+    assert str(launcher._failure([], {0: -35})) == "rank 0 was killed by signal 35 (real-time)"
+    # A rank that somebody has sent SIGTERM, whether or not the others have left with it.
+    for reports, codes in (([], {0: 143, 1: 143}), ([echo], {0: 1, 1: 143})):
+        assert str(launcher._failure(reports, codes)) == "stopped by SIGTERM"
+    assert "rank 0 ended with exit status 143" in str(launcher._failure([], {0: 143, 1: 3}))
 
 
 def test_programs_are_found_by_file(tmp_path):
@@ -121,9 +125,10 @@ def test_threads_are_shared_out(monkeypatch):
 
 
 def test_a_launcher_is_known_by_all_its_variables(monkeypatch):
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)  # which Slurm and Open MPI say by other names
     for name in names:
         monkeypatch.setenv(name, "1")
     assert under_launcher()
-    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.delenv("MASTER_ADDR")
     assert not under_launcher()
