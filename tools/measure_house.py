@@ -27,7 +27,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1687, 1150),
     "deepzero/comm": (4354, 2720),
-    "deepzero/runtime": (4411, 3050),
+    "deepzero/runtime": (4425, 3050),
     "deepzero/runtime/zero": (5959, 4550),
     "deepzero/offload": (3593, 2500),
     "deepzero/checkpoint": (3683, 2610),
@@ -38,13 +38,13 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/profiling": (1192, 800),
     "deepzero/models": (542, 540),
     "deepzero/data": (521, 400),
-    "deepzero/training": (1002, 380),
+    "deepzero/training": (1003, 380),
     "deepzero/compat": (3389, 1200),
-    "deepzero": (38_246, 23_500),
+    "deepzero": (38_261, 23_500),
     "tools": (6007, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_427, 17_000),
+    "tests": (32_492, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

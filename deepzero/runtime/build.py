@@ -30,6 +30,7 @@ from deepzero.offload.offload_plan import build_host, plan_offload
 from deepzero.offload.optimizer_offload import Offload
 from deepzero.placement import GroupPlan
 from deepzero.runtime.consistency import TrainedParameters
+from deepzero.runtime.elementwise_check import is_per_element
 from deepzero.runtime.memory_model import build_ledger, predict_unquantized
 from deepzero.runtime.optimizer_state import allocate_state, moment_bytes
 from deepzero.runtime.per_tensor import StateBytes, is_per_tensor, plan_group
@@ -322,8 +323,7 @@ def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, planned: Sequence[GroupPla
 
 def set_optimizer_params(optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -> None:
     """The optimizer sees only the masters from now on; what state it had is cut the same way."""
-    # Optimizers that make state when they are constructed (Adagrad), or that were loaded, keep it: state of a
-    # parameter's extent is laid out and cut as the parameter is, in fp32; a number is carried over.
+    # What was made by the constructor (Adagrad) or loaded stays: cut as the parameter is, in fp32; a number as it is.
     old_state = dict(optimizer.state)
     optimizer.state.clear()
     for group in optimizer.param_groups:
@@ -331,8 +331,9 @@ def set_optimizer_params(optimizer: torch.optim.Optimizer, groups: Sequence[Para
     for flat_group in groups:
         optimizer.param_groups[flat_group.optimizer_group]["params"].extend(flat_group.masters)
         for fragment, master in zip(flat_group.fragments, flat_group.masters, strict=True):
-            for key, value in old_state.get(flat_group.params[fragment.slot.index], {}).items():
-                if torch.is_tensor(value) and value.dim() > 0 and value.numel() == fragment.slot.numel:
+            param = flat_group.params[fragment.slot.index]
+            for key, value in old_state.get(param, {}).items():
+                if is_per_element(key, value, param.shape):
                     cut = value.reshape(-1)[fragment.start : fragment.start + fragment.numel].view(master.shape)
                     value = cut.to(device=master.device, dtype=torch.float32, copy=True)
                 elif torch.is_tensor(value):

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from deepzero.config.strict import ConfigError
+from deepzero.config.zero import ZeroConfig
 from deepzero.device import accelerator_of
 from deepzero.runtime.per_tensor import is_per_tensor
 
@@ -102,6 +103,13 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
 
 
+def is_per_element(name: str, value: Any, shape: torch.Size) -> bool:
+    """Whether a parameter's state ``name`` has a value for each of its elements: of no dimensions, by the name."""
+    if not torch.is_tensor(value) or value.numel() != shape.numel():
+        return False
+    return value.dim() > 0 or (not shape and name not in ("step", "mu_product", "eta", "mu"))
+
+
 def state_like(
     state: Mapping[str, Any], real: torch.Tensor, other: torch.Tensor, values: bool = True
 ) -> dict[str, Any]:
@@ -112,12 +120,19 @@ def state_like(
     """
     new: dict[str, Any] = {}
     for name, value in state.items():
-        if torch.is_tensor(value) and value.dim() > 0 and value.numel() == real.numel():
+        if is_per_element(name, value, real.shape):
             first = value.reshape(-1)[0].item() if values and value.numel() else 0.0
             new[name] = torch.full_like(other, first, dtype=value.dtype, requires_grad=False)
         else:
             new[name] = copy.deepcopy(value)
     return new
+
+
+def steps_in_turn(zero: ZeroConfig, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a rank's step may call the optimizer's several times, each time with a part of the gradients."""
+    trained = sum(param.numel() for group in optimizer.param_groups for param in group["params"] if param.requires_grad)
+    in_sub_groups = zero.stage == 3 and zero.sub_group_size < trained
+    return zero.overlap_param_gather or zero.offload_optimizer.device != "none" or in_sub_groups
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, in_turn: bool = False, cut: bool = True) -> None:
@@ -210,9 +225,10 @@ def _try_group(
     if torch.equal(whole, torch.cat([start.reshape(-1) for start, _ in at_once])):
         return f"moved nothing in a trial of {STEPS} steps, so this cannot be tested"
     kind, all_of_it = ("slice", "the whole") if at_once is not pieces else ("tensor", "several at once")
+    with_settings = "as with offload_optimizer, overlap_param_gather or sub_group_size"
     for found, what in (
         (apart, f"for {kind}s than for {all_of_it}"),
-        (turns, f"when it stepped on one {kind} after another"),
+        (turns, f"when it stepped on one {kind} after another, {with_settings}"),
     ):
         difference = (whole - found).abs().max().item()
         if not difference <= TOLERANCE * max(1.0, whole.abs().max().item()):

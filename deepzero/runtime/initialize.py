@@ -29,11 +29,12 @@ from deepzero.offload.file_store import check_folders
 from deepzero.runtime.build import check_params
 from deepzero.runtime.consistency import RankMismatchError, agree_to_start, check_parameters, check_precision, describe
 from deepzero.runtime.diagnostics import tensor_namer
+from deepzero.runtime.elementwise_check import check_elementwise, steps_in_turn
 from deepzero.runtime.invariance import dependences, refuse_dependence
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import Scheduler, build_scheduler
 from deepzero.runtime.muon import Muon, log_choice
-from deepzero.runtime.optimizers import build_optimizer, check_elementwise
+from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.zero.guards import check_unclaimed
 from deepzero.runtime.zero.partition_parameters import Init, ZeroParameter, unpartition
 
@@ -241,7 +242,7 @@ def _agreed(
         if not has_engine:
             check_unclaimed(names)
         check_params(names, chosen)
-        check_elementwise(chosen, settings.zero.overlap_param_gather, settings.zero.stage > 0)
+        check_elementwise(chosen, steps_in_turn(settings.zero, chosen), settings.zero.stage > 0)
         build_loss_scaler(settings.precision)  # can still refuse its numbers
         refuse_stream("training_data=", training_data, process_group.world_size())
         if isinstance(lr_scheduler, (LRScheduler, Scheduler)) and lr_scheduler.optimizer is not chosen:

@@ -27,12 +27,8 @@ from torch import nn
 from deepzero.config.engine import OptimizerConfig
 from deepzero.config.strict import ConfigError, convert, unknown_key
 from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.runtime.elementwise_check import check_elementwise
 from deepzero.runtime.muon import Muon, muon_groups
-from deepzero.runtime.optimizer_state import allocate_state
 from deepzero.runtime.per_tensor import PER_TENSOR
-
-__all__ = ["allocate_state", "build_optimizer", "check_elementwise"]
 
 WHERE = "optimizer.params"
 

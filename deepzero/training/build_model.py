@@ -17,9 +17,10 @@ from deepzero.offload.offload_plan import check_optimizer
 from deepzero.planning.dry_run import TrainStep
 from deepzero.profiling.trace import check_profiler
 from deepzero.runtime.consistency import check_precision
+from deepzero.runtime.elementwise_check import check_elementwise, steps_in_turn
 from deepzero.runtime.invariance import dependences_of_settings, refuse_dependence
 from deepzero.runtime.lr_schedules import build_scheduler
-from deepzero.runtime.optimizers import build_optimizer, check_elementwise
+from deepzero.runtime.optimizers import build_optimizer
 from deepzero.utils.compile import why_not_compiled
 from deepzero.zero import set_z3_leaf_modules
 
@@ -87,7 +88,7 @@ def preflight(run: RunConfig, world_size: int, device: str) -> None:
     on_host = run.engine.zero.offload_optimizer.device != "none"
     optimizer = build_optimizer(run.engine.optimizer, small.parameters(), on_host, model=small)
     check_optimizer(run.engine.zero.offload_optimizer, optimizer)
-    check_elementwise(optimizer, run.engine.zero.overlap_param_gather, run.engine.zero.stage > 0)
+    check_elementwise(optimizer, steps_in_turn(run.engine.zero, optimizer), run.engine.zero.stage > 0)
     build_scheduler(run.engine.scheduler, optimizer, run.train.steps)
     corpus, size = load_corpus(run.data), run.model.vocab_size
     if corpus.vocab_size > size:

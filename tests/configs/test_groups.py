@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from deepzero.config.run import RunConfig
+from deepzero.runtime.elementwise_check import check_elementwise
 from deepzero.runtime.lr_schedules import CURVES, build_scheduler
-from deepzero.runtime.optimizers import build_optimizer, check_elementwise
+from deepzero.runtime.optimizers import build_optimizer
 from deepzero.training.command_line import CONFIGS
 from deepzero.utils.formatting import flatten
 from tests.configs.compose import run_config, settings

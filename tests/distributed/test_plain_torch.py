@@ -1,14 +1,18 @@
 """deepzero against plain torch: the same bits on one rank, the same numbers on several."""
 
+import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
+from torch import nn
 
 import deepzero
+from deepzero.ops import CPUAdam
 from tests.distributed.pool import on_ranks, sampled
-from tests.distributed.training import built, config, make_batch, make_model, one_step, step_on
-from tests.unit.test_optimizer_trial import LayerNorm
+from tests.distributed.training import WHOLE, built, config, make_batch, make_model, one_step, step_on
+from tests.unit.test_optimizer_trial import LayerNorm, changing
 
 OPTIMIZERS = {
     "AdamW": dict(lr=1e-2, weight_decay=0.1),
@@ -21,6 +25,8 @@ OPTIMIZERS = {
 
 
 def build(name, params):
+    if name == "CPUAdam":
+        return CPUAdam(params, lr=1e-2)
     return getattr(torch.optim, name.split()[0])(params, **OPTIMIZERS[name])
 
 
@@ -57,6 +63,46 @@ def test_one_rank_is_the_plain_loop(rank, world, name, stage):
             for state, value in reference.state[theirs].items():
                 if torch.is_tensor(value) and value.shape == theirs.shape:
                     assert torch.equal(moment(engine, optimizer, ours[key], state), value.flatten()), (step, key, state)
+
+
+class Scaled(nn.Module):
+    """CLIP's scale, a parameter without dimensions, is the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.tensor(2.0)), nn.Linear(3, 2)
+        self.shift = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return (self.layer(x) * self.scale + self.shift).square().mean()
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "CPUAdam"])
+@pytest.mark.parametrize("device", ["none", "cpu"])
+@on_ranks(1)
+def test_state_of_a_parameter_without_dimensions(rank, world, device, name):
+    """It is no counter: what the constructor or steps before ``initialize`` have made of it goes on."""
+    for stage, first, earlier in itertools.product((1, 3), (True, False), (0, 2)):
+        plain = Scaled()
+        model = copy.deepcopy(plain)
+        loops = [(one, build(name, list(one.parameters())[:: 1 if first else -1])) for one in (plain, model)]
+        data = torch.randn(earlier + 3, 4, 3)
+        for x in data[:earlier]:
+            for one, optimizer in loops:
+                optimizer.zero_grad()
+                one(x).backward()
+                optimizer.step()
+        case = config(stage=stage, gradient_clipping=0, zero=WHOLE | {"offload_optimizer": {"device": device}})
+        engine = built(case, model, optimizer=loops[1][1])
+        for x in data[earlier:]:
+            loops[0][1].zero_grad()
+            plain(x).backward()
+            loops[0][1].step()
+            engine.backward(engine(x))
+            engine.step()
+        engine.destroy()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours, theirs), (stage, first, earlier)
 
 
 def gradients(rank, world, stage, micro, accumulation):
@@ -192,3 +238,21 @@ def test_norms_of_whole_layers_in_stage_0(rank, world):
     other = make_model()
     with pytest.raises(deepzero.ConfigError, match="gave other results for slices"):
         built(config(stage=1), other, optimizer=LayerNorm(other.parameters(), lr=1e-2))
+
+
+Counting = changing(
+    "Counting", lambda self, grad, param, group: 0 * param if grad is None else grad / group["count"][0]
+)
+
+
+@on_ranks(1)
+def test_an_optimizer_that_counts_its_steps_in_the_group(rank, world):
+    """ScheduleFree's way. Where one step of the engine takes several of the optimizer's it would count them all."""
+    for zero, refused in (
+        ({}, False), ({"sub_group_size": 500}, True), ({"offload_optimizer": {"device": "cpu"}}, True),
+        ({"overlap_param_gather": True}, True),
+    ):  # fmt: skip
+        model = make_model()
+        message = "Counting gave other results when it stepped on one slice after another, as with offload_optimizer"
+        with pytest.raises(deepzero.ConfigError, match=message) if refused else contextlib.nullcontext():
+            built(config(stage=3, zero=zero), model, optimizer=Counting(model.parameters()))
