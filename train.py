@@ -37,7 +37,7 @@ from deepzero.monitor.monitor import Monitor
 from deepzero.profiling.trace import trace
 from deepzero.training.build_model import build_model, sequences
 from deepzero.training.command_line import CommandLine
-from deepzero.training.reporting import StepTimeline, build_monitor, complete_timeline, final_facts
+from deepzero.training.reporting import StepTimeline, build_monitor, final_facts
 from deepzero.training.run_folder import Command, data_of, join, load_start, tag_of
 from deepzero.utils.closed_pipe import exit_with
 
@@ -92,7 +92,7 @@ def train(run: RunConfig, run_dir_name: str, command: Command) -> None:
     text = sample(engine, model, corpus, run.train) if run.train.sample_tokens else None
     monitor.finish(final_facts(run, engine, text))
     process_group.shutdown()
-    complete_timeline(run, run_dir, engine, monitor.line)
+    timeline.complete(run, monitor.line)
 
 
 def step_record(run: RunConfig, engine: DeepSpeedEngine) -> dict[str, Any]:

@@ -33,18 +33,18 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/checkpoint": (3683, 2610),
     "deepzero/launch": (730, 650),
     "deepzero/health": (643, 560),
-    "deepzero/monitor": (2552, 1600),
+    "deepzero/monitor": (2555, 1600),
     "deepzero/planning": (2313, 1650),
     "deepzero/profiling": (1192, 800),
     "deepzero/models": (542, 540),
-    "deepzero/data": (521, 400),
-    "deepzero/training": (1003, 380),
+    "deepzero/data": (525, 400),
+    "deepzero/training": (1010, 380),
     "deepzero/compat": (3389, 1200),
-    "deepzero": (38_261, 23_500),
+    "deepzero": (38_275, 23_500),
     "tools": (6007, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_492, 17_000),
+    "tests": (32_553, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -87,7 +87,7 @@ def find(load_dir: str | Path, tag: str | None, whole: bool = True) -> Path:
         CheckpointError: there is none, or it is not complete; :class:`NoCheckpoint`, where a run begins: no folder,
             or one that holds nothing but what an interrupted first save leaves.
     """
-    folder, named = Path(load_dir).expanduser(), ""
+    folder, named = Path(os.path.expanduser(load_dir)), ""
     if not folder.is_dir():
         kind = CheckpointError if tag is not None or os.path.lexists(folder) else NoCheckpoint
         raise kind(f"{folder} is not a folder; give the folder that checkpoints were saved to")
@@ -141,7 +141,7 @@ def _no_latest(folder: Path) -> CheckpointError:
 
 def others(load_dir: str | Path, tag: str | None) -> list[Path]:
     """The complete checkpoints beside the one that :func:`find` was asked for, newest first; none for a wrong tag."""
-    folder = Path(load_dir).expanduser()
+    folder = Path(os.path.expanduser(load_dir))
     if is_complete(folder) or (folder / MANIFEST).exists():
         folder, tag = folder.parent, folder.name
     elif (folder / RUN_CHECKPOINTS).is_dir():

@@ -63,7 +63,7 @@ class Corpus:
     """One line for the log."""
 
     def decode(self, tokens: list[int]) -> str:
-        """Text of tokens. Bytes that are not UTF-8 become U+FFFD; token ids without a tokenizer stay numbers.
+        """Text of tokens. What is no UTF-8, and what is no byte, becomes U+FFFD; ids without a tokenizer stay numbers.
 
         Example:
             >>> empty = np.zeros(0, np.uint8)
@@ -72,7 +72,8 @@ class Corpus:
         """
         if self.bytes_per_token is None:
             return " ".join(map(str, tokens))
-        return bytes(tokens).decode("utf-8", errors="replace")
+        # A model may have a larger vocabulary than its corpus. No text has the byte 0xFF.
+        return bytes(min(token, 0xFF) for token in tokens).decode("utf-8", errors="replace")
 
 
 def load_corpus(cfg: DataConfig) -> Corpus:
@@ -95,7 +96,7 @@ def load_corpus(cfg: DataConfig) -> Corpus:
             hint = "take your own text with data=text data.path=FILE_OR_FOLDER"
             raise ConfigError(f"data=stdlib: this Python has no standard library source under {root}; {hint}")
         return _from_files(files, cfg, f"Python's standard library under {root}")
-    path = Path(str(cfg.path)).expanduser()
+    path = Path(os.path.expanduser(str(cfg.path)))
     if path.is_file():
         if cfg.glob is not None:
             raise ConfigError(f"data.glob={cfg.glob!r} chooses files of a folder, and data.path={path} is a file")
@@ -106,7 +107,10 @@ def load_corpus(cfg: DataConfig) -> Corpus:
         missing = f"does not exist (looked from {Path.cwd()})"
         problem = "is a device, a pipe or a socket" if path.exists() else missing
         raise ConfigError(f"data.path={path} {problem}; give a text file or a folder")
-    chosen = [file for file in _walk(path) if cfg.glob is None or file.relative_to(path).match(cfg.glob)]
+    glob = "*" if cfg.glob is None else cfg.glob.removeprefix("**/")  # it counts from the right, at any depth
+    if not glob or "**" in glob:
+        raise ConfigError(f"data.glob={cfg.glob!r} is no pattern like *.md or docs/*.md, which count at any depth")
+    chosen = [file for file in _walk(path) if file.relative_to(path).match(glob)]
     files = _read_folder(path, chosen, must_be_text=cfg.glob is not None)
     if not files:
         what = "UTF-8 text file" if cfg.glob is None else f"file with text that matches {cfg.glob!r}"
@@ -222,7 +226,7 @@ def split_single(content: bytes, val_fraction: float, max_bytes: int | None = No
 
 
 def _load_token_files(cfg: DataConfig) -> Corpus:
-    folder = Path(str(cfg.path)).expanduser()
+    folder = Path(os.path.expanduser(str(cfg.path)))
     if not folder.is_dir():
         raise ConfigError(f"data.path={folder} is not a folder; data=tokens wants one with train.bin and val.bin")
     train, val = _map_tokens(folder / "train.bin"), _map_tokens(folder / "val.bin")

@@ -17,7 +17,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -82,13 +82,13 @@ def clear(run_dir: Path, going_on: bool = False) -> datetime | None:
 class MetricsFile:
     """``metrics.jsonl`` of one run: one JSON object per line, each handed to the system as soon as it is known.
 
-    Lines of the ``first_step`` steps before this start of the run stay; later ones are of a start that came to nothing.
+    It begins with the ``kept`` ones of earlier starts; the others are of a start that came to nothing.
     """
 
-    def __init__(self, run_dir: Path, first_step: int = 0) -> None:
+    def __init__(self, run_dir: Path, kept: Sequence[Mapping[str, Any]] = ()) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / METRICS
-        put(self._path, "".join(to_json(entry) + "\n" for entry in kept_metrics(run_dir, first_step)))
+        put(self._path, "".join(to_json(entry) + "\n" for entry in kept))
         # Opened once: opening takes longer than writing. Not a file object, so that a line is one call to the system,
         # whole in the file when it returns.
         self._file: int | None = os.open(self._path, os.O_WRONLY | os.O_APPEND)
@@ -138,10 +138,10 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return read_lines(run_dir)[0] if (run_dir / METRICS).exists() else []
 
 
-def kept_metrics(run_dir: Path, first_step: int) -> list[dict[str, Any]]:
-    """What a run that goes on after ``first_step`` steps keeps: steps up to there, validations before."""
+def kept_metrics(run_dir: Path, first_step: int, validated_again: bool = True) -> list[dict[str, Any]]:
+    """What a run that goes on after ``first_step`` steps keeps: all up to there, but a validation that it repeats."""
     entries = read_metrics(run_dir) if first_step else []
-    return [entry for entry in entries if entry["step"] < first_step + ("loss" in entry)]
+    return [entry for entry in entries if entry["step"] < first_step + (not validated_again or "loss" in entry)]
 
 
 def put(path: Path, text: str) -> None:

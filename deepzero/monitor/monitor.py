@@ -155,6 +155,7 @@ def make_monitor(
     config: Mapping[str, Any],
     first_step: int = 0,
     tokens_seen: int = 0,
+    validated_again: bool = True,
     **options: Any,
 ) -> Monitor:
     """Rank 0's monitor, with every sink that the config asks for; each logger in a thread of its own.
@@ -166,14 +167,15 @@ def make_monitor(
         config: all settings, for loggers that show them.
         first_step: steps that were taken before this start of the run, with ``tokens_seen``.
         tokens_seen: in those steps.
+        validated_again: the run begins with a validation.
         options: of :class:`Terminal`.
     """
     terminal = Terminal(workload.total_steps, **options)
-    earlier = kept_metrics(run_dir, first_step)
+    earlier = kept_metrics(run_dir, first_step, validated_again)
     validations = [entry["val_loss"] for entry in earlier if "val_loss" in entry]
     last = next((entry for entry in reversed(earlier) if "loss" in entry), {"step": first_step})
     monitor = Monitor(
-        workload, run_dir, [MetricsFile(run_dir, first_step), terminal], terminal,
+        workload, run_dir, [MetricsFile(run_dir, earlier), terminal], terminal,
         tokens_seen=tokens_seen, validations=validations, last=last, first_step=first_step,
     )  # fmt: skip
     makers: dict[str, Callable[[Tell], Sink]] = {
@@ -200,7 +202,8 @@ def _last_words(summary: Mapping[str, Any], run_dir: Path) -> str:
     peak = short_bytes(summary["peak_rss_bytes"])
     lines.append(f"peak resident memory, largest of {summary['world_size']} ranks: {peak}")
     if summary["val_loss"] is not None:
-        lines.append(f"validation loss {summary['val_loss_first']:.4f} -> {summary['val_loss']:.4f}")
+        first = summary["val_loss_first"]  # None: an earlier start's was no number
+        lines.append(f"validation loss {'-' if first is None else f'{first:.4f}'} -> {summary['val_loss']:.4f}")
     before, steps = summary["resumed_from_step"] or 0, summary["steps"]
     in_all = f", {steps} in all" if before else ""
     lines.append(f"{steps - before} steps in {summary['wall_seconds']:.1f} s{in_all}; {run_dir / SUMMARY}")

@@ -121,7 +121,7 @@ class CommandLine:
         try:
             run = read_config(cfg)
             if run.plan:
-                print_plan(run)
+                print_plan(with_fallback_batch(run))
                 return
             way_on = partial(command.way_on, run_dir, run.train.steps)
             self._start_ranks(run, run_dir, command)
@@ -159,7 +159,7 @@ class CommandLine:
         nproc = run.launch.nproc or default_nproc(run.launch.device)
         device = launcher.choose_device(run.launch.device, nproc)
         run_folder.take(run_dir)
-        run = at_its_start(run, run_dir, nproc)
+        run = with_fallback_batch(at_its_start(run, run_dir, nproc))
         preflight(run, nproc, device)
         check_folders(run.engine.zero)
         say(check_machine(run, program_of, run_dir, nproc, device))
@@ -204,7 +204,7 @@ class CommandLine:
             folder = run_folder.join(run, run_dir)
             if first:
                 run_folder.take(folder)
-            run = at_its_start(run, folder, world_size)
+            run = with_fallback_batch(at_its_start(run, folder, world_size))
             preflight(run, world_size, device)
             self._train(run, run_dir, command)
         except ConfigError:
@@ -298,7 +298,8 @@ def _prepare_words() -> None:
         if os.environ["RANK"] != "0":
             sys.argv += NO_FOLDER
         elif earlier is not None:
-            sys.argv += [f"hydra.run.dir={earlier}"]  # its name was made of the time of the first start
+            # Its name was made of the time of the first start.
+            sys.argv += [f"hydra.run.dir={run_folder.in_hydras_quotes(earlier)}"]
 
 
 def _record_failure(run_dir: Path, reason: str, settings: dict[str, Any], started: float) -> None:
@@ -316,7 +317,7 @@ def print_plan(run: RunConfig) -> None:
 
 def read_config(cfg: DictConfig) -> RunConfig:
     """Hydra's mapping to the typed settings; everything after this is plain dataclasses."""
-    run = with_fallback_batch(RunConfig.from_mapping(settings_of(cfg)))
+    run = RunConfig.from_mapping(settings_of(cfg))
     if HydraConfig.initialized():  # not where a test composes
         hydra_cfg = HydraConfig.get()
         sweep_dir = hydra_cfg.sweep.dir if hydra_cfg.mode == RunMode.MULTIRUN else None
@@ -325,7 +326,7 @@ def read_config(cfg: DictConfig) -> RunConfig:
 
 
 def with_fallback_batch(run: RunConfig) -> RunConfig:
-    """``train.fallback_batch_size`` where nothing else says how large a batch is."""
+    """``train.fallback_batch_size`` where neither the settings nor a checkpoint say how large a batch is."""
     engine = run.engine
     if engine.train_batch_size is None and engine.train_micro_batch_size_per_gpu is None:
         engine = dataclasses.replace(engine, train_batch_size=run.train.fallback_batch_size)

@@ -61,8 +61,12 @@ def build_monitor(
     if engine.global_rank != 0:
         return Monitor(workload, run_dir)
     settings, done, seen = dataclasses.asdict(run), engine.global_steps, engine.global_samples * run.model.block_size
+    every = run.train.eval_every
+    again = every > 0 and (done % every == 0 or done == run.train.steps)
     try:
-        monitor = make_monitor(workload, run.logger, run_dir, settings, done, seen, log_every=run.train.log_every)
+        monitor = make_monitor(
+            workload, run.logger, run_dir, settings, done, seen, again, log_every=run.train.log_every
+        )
     except OSError as error:
         raise cannot_write(run_dir, error) from None
     monitor.line(f"data   {corpus.description}")
@@ -140,7 +144,7 @@ class StepTimeline:
         wanted = run.train.timeline_step
         self.step = min(first_step + wanted, run.train.steps) if wanted else 0
         """Which optimizer step is recorded, counted from 1 over the whole run; 0: none."""
-        self._run_dir, self._engine = run_dir, engine
+        self._run_dir, self._engine, self._written = run_dir, engine, False
         accelerator = accelerator_of(engine.device)
         weigh = partial(accelerator.memory_allocated, engine.device) if accelerator.has_streams else None
         self._recorder = StepRecorder(engine.ledger, points_for(engine.world_size), weigh)
@@ -168,33 +172,34 @@ class StepTimeline:
         everything = {"step": step, "seconds": seconds, "world_size": len(ranks), **facts}
         try:
             write_json(self._run_dir / TIMELINE, {**everything, "ranks": ranks, "predicted": None})
+            self._written = True
         except Exception as error:  # whatever the disk says
             tell(f"{TIMELINE}: {type(error).__name__}: {error}; training goes on without it")
 
+    def complete(self, run: RunConfig, tell: Callable[[str], None]) -> None:
+        """Put the plan beside what was measured: the same step, rehearsed; and write the report once more.
 
-def complete_timeline(run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, tell: Callable[[str], None]) -> None:
-    """Put the plan beside what was measured: the same step, rehearsed; and write the report once more. Rank 0 does it.
-
-    Everything else is on the disk by now, the process group has ended, and nobody waits for this process but its
-    launcher. The first rank's rehearsal may take its time; those of the others only while :data:`REHEARSAL_SECONDS`
-    have not passed. A model that cannot be rehearsed (its path depends on values) leaves the file as it was.
-    """
-    path = run_dir / TIMELINE
-    if engine.global_rank != 0 or not path.exists() or engine.batch.accumulation > REHEARSED_MICRO_BATCHES:
-        return
-    began, plan = time.perf_counter(), list[dict[str, Any]]()
-    try:
-        timeline, nodes = json.loads(path.read_text(encoding="utf-8")), engine.comm.nodes
-        world = ClusterShape(nodes.world_size, nodes.per_node, "cuda" if engine.device.type == "cuda" else "cpu")
-        program, limit = program_of(run, world.world_size), points_for(world.world_size)
-        timeline["predicted"] = []
-        for rank, entry in enumerate(timeline["ranks"]):
-            if entry["points"] and (not plan or time.perf_counter() - began <= REHEARSAL_SECONDS):
-                with quiet(logging.ERROR):  # the run has given its warnings
-                    plan = dry_run(program, world, rank, limit=limit).points
-            timeline["predicted"].append({"points": plan if entry["points"] else []})
-        write_json(path, timeline)
-    except Exception as error:  # the run has done its work; a picture without an outline is no reason to fail it
-        tell(f"{TIMELINE}: no plan beside it: {type(error).__name__}: {error}")
-        return
-    write_report_or_tell(run_dir, tell)
+        Everything else is on the disk by now, the process group has ended, and nobody waits for this process but its
+        launcher. The first rank's rehearsal may take its time; those of the others only while
+        :data:`REHEARSAL_SECONDS` have not passed. A model that cannot be rehearsed (its path depends on values) leaves
+        the file as it was, and so does a start that has recorded no step: an earlier one may have had other settings.
+        """
+        engine, path, plan = self._engine, self._run_dir / TIMELINE, list[dict[str, Any]]()
+        if not self._written or engine.batch.accumulation > REHEARSED_MICRO_BATCHES:
+            return
+        began, nodes = time.perf_counter(), engine.comm.nodes
+        try:
+            timeline = json.loads(path.read_text(encoding="utf-8"))
+            world = ClusterShape(nodes.world_size, nodes.per_node, "cuda" if engine.device.type == "cuda" else "cpu")
+            program, limit = program_of(run, world.world_size), points_for(world.world_size)
+            timeline["predicted"] = []
+            for rank, entry in enumerate(timeline["ranks"]):
+                if entry["points"] and (not plan or time.perf_counter() - began <= REHEARSAL_SECONDS):
+                    with quiet(logging.ERROR):  # the run has given its warnings
+                        plan = dry_run(program, world, rank, limit=limit).points
+                timeline["predicted"].append({"points": plan if entry["points"] else []})
+            write_json(path, timeline)
+        except Exception as error:  # the run has done its work; a picture without an outline is no reason to fail it
+            tell(f"{TIMELINE}: no plan beside it: {type(error).__name__}: {error}")
+            return
+        write_report_or_tell(self._run_dir, tell)

@@ -91,7 +91,7 @@ def find_start(resume: str | None, run_dir: Path, restarted: bool = False) -> Pa
     """
     own, tag = run_dir / RUN_CHECKPOINTS, None
     try:
-        if resume is not None and not restarted and Path(resume).expanduser().resolve().parent == own.resolve():
+        if resume is not None and not restarted and Path(os.path.expanduser(resume)).resolve().parent == own.resolve():
             tag = Path(resume).name
             return checkpoint_dir.find(own, tag)
         if resume is not None or restarted:
@@ -191,7 +191,7 @@ def at_its_start(run: RunConfig, run_dir: Path, world_size: int) -> RunConfig:
         if other and engine.comm.world_size_invariant:
             raise ConfigError(f"comm.world_size_invariant=true, but {other}; start a number of ranks that divides them")
         return dataclasses.replace(run, engine=engine)
-    if run.train.init_from is not None and not Path(run.train.init_from).expanduser().exists():
+    if run.train.init_from is not None and not os.path.exists(os.path.expanduser(run.train.init_from)):
         raise ConfigError(f"train.init_from={run.train.init_from}: no such file or folder")
     return run
 
@@ -213,6 +213,7 @@ def load_start(
 ) -> int:
     """Load what the run begins with, if anything; returns how many steps have been taken already."""
     path = process_group.broadcast_object(find_start(run.train.resume, run_dir, rank_process.restart_count() > 0))
+    own = path is not None and path.parent == run_dir / RUN_CHECKPOINTS
     try:
         if path is not None:
             _, client_state = engine.load_checkpoint(path)
@@ -230,18 +231,18 @@ def load_start(
         advice = "; set model.* as it was when that was saved" if other else ""
         if path is not None and not other:
             whole = ", where they are whole" if "damaged" in error.text else ""
-            elsewhere = " hydra.run.dir=ANOTHER" if path.parent == run_dir / RUN_CHECKPOINTS else ""
+            elsewhere = " hydra.run.dir=ANOTHER" if own else ""
             advice = f"; train.resume=null train.init_from={path}{elsewhere} takes the weights alone{whole}"
         raise ConfigError(without_calls(error.text) + (way_out(error.beside, key) or advice)) from None
     if engine.global_rank == 0:  # not before: a run that is refused removes nothing
         try:
-            if path is not None and path.parent == run_dir / RUN_CHECKPOINTS and not path.name.startswith("."):
+            if own and path is not None and not path.name.startswith("."):
                 checkpoint_dir.point_latest(path)  # the run goes back to it, and restarts follow
-            when = clear(run_dir, going_on=engine.global_steps > 0)
+            when = clear(run_dir, going_on=own)
             command.keep(run_dir)
         except OSError as error:
             raise cannot_write(run_dir, error) from None
-        if when is not None and path is None and rank_process.restart_count() == 0:
+        if when is not None and not own and rank_process.restart_count() == 0:
             _tell(f"replacing the run of {when:%Y-%m-%d %H:%M:%S} in {run_dir}")
     return engine.global_steps
 

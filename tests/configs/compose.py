@@ -29,7 +29,8 @@ def settings(*overrides: str) -> dict[str, Any]:
 def run_config(*overrides: str) -> RunConfig:
     """The typed settings."""
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return command_line.read_config(hydra.compose("train", overrides=list(overrides)))
+        cfg = hydra.compose("train", overrides=list(overrides))
+        return command_line.with_fallback_batch(command_line.read_config(cfg))
 
 
 def complaint(*overrides: str, ranks: int = 2) -> str:

@@ -273,7 +273,7 @@ def test_small_files_of_a_run(tmp_path):
     recorder.mark("begin")
     settled = len(read(tmp_path / "log"))
     with recorder.recording():
-        going_on = MetricsFile(run, 3)
+        going_on = MetricsFile(run, kept_metrics(run, 3))
         going_on.write("train", {"step": 4, "loss": 1.0})
         write_summary(run, {"number": 1})
         going_on.write("train", {"step": 5, "loss": 1.0})
@@ -288,7 +288,7 @@ def test_small_files_of_a_run(tmp_path):
             (place / name).write_bytes(content)
         try:
             assert [entry["step"] for entry in kept_metrics(place, 3)] == [1, 2, 3]
-            MetricsFile(place, 3).finish({})
+            MetricsFile(place, kept_metrics(place, 3)).finish({})
             return json.loads((place / "summary.json").read_text())["number"]
         except Exception as error:
             return f"broken: {type(error).__name__}: {error}"

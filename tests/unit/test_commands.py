@@ -21,7 +21,7 @@ from torch.distributed.run import get_args_parser
 
 from deepzero.config.engine import resolve_batch
 from deepzero.config.hydra_errors import check_words
-from deepzero.training.command_line import CONFIGS, with_fallback_batch
+from deepzero.training.command_line import CONFIGS
 from deepzero.utils.closed_pipe import exit_with
 from tests.configs.compose import run_config
 from tests.unit.test_docs import PAGES, ROOT, fenced, prose, text
@@ -132,7 +132,7 @@ def settings_read(words):
     """The overrides of train.py, of a sweep its first point: composed, and a batch found for the ranks."""
     words = [word for word in words if word != "-m"]
     check_words(words, CONFIGS)
-    run = with_fallback_batch(run_config(*(re.sub(r"=([^\[,]+),.*", r"=\1", word) for word in words)))
+    run = run_config(*(re.sub(r"=([^\[,]+),.*", r"=\1", word) for word in words))
     assert resolve_batch(run.engine, run.launch.nproc or 2).global_batch
 
 

@@ -118,18 +118,22 @@ def test_what_is_not_text_is_passed_over_and_a_glob_chooses(tmp_path):
     corpus = load(write(tmp_path / "one", files), val_fraction=0.5)
     assert sorted(both(corpus).split(b"\0")) == [b"", b"alpha", b"beta"]
     files = {"a.md": b"alpha", "sub/b.md": b"beta", "c.txt": b"gamma"}
-    whole = both(load(write(tmp_path / "two", files), val_fraction=0.5, glob="*.md"))
-    assert b"gamma" not in whole and b"beta" in whole
+    for glob in ("*.md", "**/*.md"):
+        whole = both(load(write(tmp_path / "two", files), val_fraction=0.5, glob=glob))
+        assert sorted(whole.split(b"\0")) == [b"", b"alpha", b"beta"], glob
 
 
 def test_decode():
     empty = np.zeros(0, np.uint8)
     by_bytes = Corpus(empty, empty, 256, 1.0, 0, "")
     assert by_bytes.decode(list("naïve".encode())) == "naïve" and by_bytes.decode([0xC3]) == "\ufffd"
+    assert by_bytes.decode([104, 50256, 105]) == "h\ufffdi", "of a model with a larger vocabulary"
     assert Corpus(empty, empty, 50257, None, None, "").decode([15496, 995]) == "15496 995"
 
 
 @pytest.mark.parametrize(("files", "path", "glob", "message"), [
+    ({}, "~nosuchuser/a.txt", None, r"~nosuchuser/a\.txt does not exist"),
+    *(({"a.txt": b"text"}, "", glob, "is no pattern like") for glob in ("", "**/", "a/**/b.md")),
     ({}, "nowhere", None, r"data\.path=.*nowhere does not exist"),
     ({"empty.txt": b""}, "empty.txt", None, r"empty\.txt is empty"),
     ({"a.bin": b"\x00", "b.txt": b""}, "", None, "holds no UTF-8 text file"),
@@ -144,7 +148,7 @@ def test_decode():
 def test_wrong_paths(tmp_path, files, path, glob, message):
     write(tmp_path, files)
     with pytest.raises(ConfigError, match=message):
-        load(tmp_path / path, **({"glob": glob} if glob else {}))
+        load(path if path.startswith("~") else tmp_path / path, glob=glob)
 
 
 @pytest.mark.skipif(os.geteuid() == 0 if hasattr(os, "geteuid") else True, reason="root reads everything")

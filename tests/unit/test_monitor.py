@@ -208,6 +208,20 @@ def test_the_last_line_counts_the_steps_of_this_start(tmp_path):
     assert re.search(r"^2 steps in \d+\.\d s, 42 in all; ", said.getvalue(), re.M)
 
 
+def test_a_run_that_goes_on_keeps_the_validations_that_it_does_not_repeat(tmp_path):
+    first, _ = watched(tmp_path)
+    first.validation(0, math.nan)
+    first.step(step(1), 0.5)
+    first.validation(1, 4.0)
+    for again, kept in ((False, [None, 4.0]), (True, [None])):
+        monitor, said = watched(tmp_path, first_step=1, validated_again=again)
+        assert [entry["val_loss"] for entry in read_metrics(tmp_path) if "val_loss" in entry] == kept
+    monitor.step(step(2), 0.5)
+    monitor.validation(2, 3.0)
+    monitor.finish(FACTS)
+    assert "\nvalidation loss - -> 3.0000\n" in said.getvalue()
+
+
 def test_other_ranks_write_nothing(tmp_path, capsys):
     monitor = Monitor(WORK, tmp_path / "run")
     monitor.line("hello")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import cast
 from unittest import mock
 
+import hydra
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,10 +26,10 @@ from deepzero.config.engine import BatchSizes, EngineConfig, resolve_batch
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.monitor import environment
-from deepzero.training import run_folder
+from deepzero.training import command_line, run_folder
 from deepzero.training.build_model import program_of
 from deepzero.training.command_line import NewFolders, compose, remove_unused, with_fallback_batch
-from deepzero.training.reporting import final_facts
+from deepzero.training.reporting import StepTimeline, final_facts
 from deepzero.training.run_folder import Command, find_start, tag_of, take, without_calls
 
 # ---- the batch of a run that goes on, on as many ranks as before or not ----------------------------------------------
@@ -60,6 +61,26 @@ def test_the_global_batch_is_kept(ranks, saved_by, micro, config, split):
         return
     sizes = resolve_batch(run_folder.keep_global_batch(EngineConfig(**config), saved, ranks), ranks)
     assert f"{sizes.global_batch} = {sizes.micro_batch} x {sizes.accumulation} x {ranks}" == split
+
+
+@pytest.mark.parametrize(("words", "split"), [((), "12 = 6 x 1 x 2"), (("train_batch_size=24",), "24 = 12 x 1 x 2")])
+def test_a_run_that_goes_on_elsewhere_keeps_the_batch(words, split, tmp_path, monkeypatch):
+    """``train.fallback_batch_size``, which is 24, is not a batch that anybody has named."""
+    (tmp_path / "text.txt").write_text("some text\n" * 2000, encoding="utf-8")
+    saved(tmp_path / "other" / "checkpoints", 4, latest=4)
+    batch = {"global_batch": 12, "micro_batch": 6, "accumulation": 1}
+    manifest = SimpleNamespace(batch=batch, counters={"global_steps": 4}, other_micro_batch=lambda _: "")
+    monkeypatch.setattr(run_folder, "read_manifest", lambda _: manifest)
+    started = mock.Mock()
+    monkeypatch.setattr(command_line, "launch", started)
+    words = (*words, "data=text", f"data.path={tmp_path / 'text.txt'}", f"train.resume={tmp_path / 'other'}")
+    words = [*words, "launch.nproc=2", "launch.device=cpu", "model.block_size=16"]
+    with hydra.initialize_config_dir(str(command_line.CONFIGS), version_base="1.3"):
+        run = command_line.read_config(hydra.compose("train", overrides=words))
+    command_line.CommandLine(mock.Mock(), Path("train.py"))._start_ranks(run, tmp_path / "new", mock.Mock())
+    release(tmp_path / "new")
+    sizes = resolve_batch(started.call_args.args[2][0].engine, 2)
+    assert f"{sizes.global_batch} = {sizes.micro_batch} x {sizes.accumulation} x 2" == split
 
 
 # ---- the checkpoint that a run begins with ---------------------------------------------------------------------------
@@ -104,14 +125,16 @@ def test_a_run_goes_back_to_a_checkpoint_of_its_own(tmp_path, monkeypatch):
         assert find_start(str(named), Path("run"), restarted=True) == own / tag_of(8)
     assert find_start(str(other / tag_of(4)), Path("run")) == own / tag_of(8)
     assert find_start(str(other / tag_of(4)), Path("new")) == other / tag_of(4)
+    with pytest.raises(ConfigError, match=r"train\.resume=~nosuchuser/run: ~nosuchuser/run is not a folder"):
+        find_start("~nosuchuser/run", Path("new"))
 
 
 def full(path, *_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def test_a_run_goes_back_where_latest_cannot_be_read(tmp_path, monkeypatch):
-    """Or cannot be written, which is one line."""
+def test_a_run_goes_back_where_latest_cannot_be_read(tmp_path, monkeypatch, capsys):
+    """Or cannot be written, which is one line. In another folder it replaces what is there."""
     own = saved(tmp_path / "checkpoints", 4)
     (own / "latest").write_bytes(b"\xff")
     train = SimpleNamespace(resume=str(own / tag_of(4)), seed=0, steps=8)
@@ -123,9 +146,15 @@ def test_a_run_goes_back_where_latest_cannot_be_read(tmp_path, monkeypatch):
     )  # fmt: skip
     sampler = SimpleNamespace(go_on=lambda *_: None, num_sequences=9)
     command = SimpleNamespace(keep=lambda _: None)
+    (tmp_path / "metrics.jsonl").touch()
     assert run_folder.load_start(run, tmp_path, engine, sampler, command) == 4
+    assert (tmp_path / "metrics.jsonl").exists() and not capsys.readouterr().out
     assert (own / "latest").read_text() == f"{tag_of(4)}\n"
 
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "metrics.jsonl").touch()
+    assert run_folder.load_start(run, tmp_path / "new", engine, sampler, command) == 4
+    assert list((tmp_path / "new").iterdir()) == [] and "replacing the run of " in capsys.readouterr().out
     engine.load_checkpoint = lambda path: (None, None)
     with pytest.raises(ConfigError, match="step_00000004 was there when the run looked for it, and is gone"):
         run_folder.load_start(run, tmp_path, engine, sampler, command)
@@ -177,8 +206,13 @@ def test_what_was_typed_with_the_folder(monkeypatch, tmp_path):
 )
 def test_a_folder_with_any_name(name, monkeypatch):
     said = way_on(monkeypatch, Path("/runs") / name, 7)
-    (override,) = OverridesParser.create().parse_overrides([shlex.split(said)[-1]])
-    assert OmegaConf.create({"dir": override.value()}).dir == f"/runs/{name}"
+    monkeypatch.setenv("RANK", "0")  # torchrun's, which starts it once more
+    monkeypatch.setattr(command_line, "under_launcher", lambda: True)
+    monkeypatch.setattr(command_line.rank_process, "recall", lambda _: f"/runs/{name}")
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    command_line._prepare_words()
+    for override in OverridesParser.create().parse_overrides([shlex.split(said)[-1], *sys.argv[1:]]):
+        assert OmegaConf.create({"dir": override.value()}).dir == f"/runs/{name}"
 
 
 def test_the_python_that_runs_this(tmp_path, monkeypatch):
@@ -280,6 +314,14 @@ def test_only_the_rank_that_writes_the_summary_asks_git(monkeypatch):
         facts.append(final_facts(RunConfig(), cast(Engine, engine), None))
     assert asked == ["git"] and set(facts[0]) == set(facts[1])
     assert facts[0]["environment"]["torch"] == torch.__version__ and facts[1]["environment"] is None
+
+
+def test_a_timeline_of_an_earlier_start_keeps_its_plan(tmp_path):
+    engine = SimpleNamespace(device=torch.device("cpu"), ledger=None, world_size=2, batch=BatchSizes(8, 2, 2, 2))
+    timeline, told = StepTimeline(RunConfig(), tmp_path, cast(Engine, engine), 400), []
+    (tmp_path / "timeline.json").write_text("an earlier start's", encoding="utf-8")
+    timeline.complete(RunConfig(), told.append)
+    assert told == [] and os.listdir(tmp_path) == ["timeline.json"]
 
 
 def test_asking_for_the_commit_leaves_gits_index_alone(tmp_path, monkeypatch):
