@@ -158,7 +158,7 @@ class ZeroConfig(Section):
     """Let updated parameters travel while the optimizer steps on the next ones and the next forward pass begins: in
     stages 1 and 2 all, in stage 3 those that it needs first. deepzero's own; the name is Megatron's."""
     reduce_scatter: bool = True
-    """Stage 1 only: false reduces with an all-reduce, as DeepSpeed's first release did, at 1.5 times the volume."""
+    """Stage 1 only: false reduces with an all-reduce, as DeepSpeed's first release did, at 1.5 times the elements."""
     stage3_prefetch_bucket_size: NotNegative = 50_000_000
     """Stage 3: fetch ahead until so many elements are gathered and not yet used; 0: never. A small model is cut into
     small buckets, and then so many are limited to its largest size; see ``partition_plan.fetch_limits``."""
