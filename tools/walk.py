@@ -77,7 +77,7 @@ HOPS = (
     Hop(FETCH, "ModuleHooks.unpack", "the backward pass asks for the weight that it saved",
         "if packed.key|self.coordinator.fetch|flat = bucket|return flat"),
     Hop(FETCH, "PartitionedParameterCoordinator.fetch_sub_module", "release, launch mine and the next, wait for mine",
-        "elif self.current|if show |planned = |self.release_sub|fetches = |fetches += |in fetches|if bucket.status|"
+        "elif self.current|if show|planned = |self.release_sub|fetches = |fetches += |in fetches|if bucket.status|"
         "bucket.launch(|for key in keys:|self._wait(|.show", {"keys": "list(keys)", "where": "where"}),
     Hop(FETCH, "PartitionedBucket.launch", "NOT_AVAILABLE to INFLIGHT",
         "buffer = self.pool|self._gathered = buffer[|.launch(kind|self.status = ", SHARD),
@@ -93,7 +93,7 @@ HOPS = (
     Hop("", "ModuleHooks.pack", "autograd saves the weight, and is given a record in its place",
         "owner = |offset = |SavedWeight(owner", {"shape": "list(returned.shape)"}, "return"),
     Hop(RELEASE, "PartitionedParameterCoordinator.release_sub_module", "by the next fetch, which is another module's",
-        "in planned.release|for key in [|self.pool.released(", {"keys fetched next": "list(keys)"}),
+        "NO_ACTION).release|for key in [|self.pool.released(", {"keys fetched next": "list(keys)"}),
     Hop(RELEASE, "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE",
         "self.hide()|self._gathered = |self.status = |pool.give("),
     Hop(READY, "BackwardPasses._gradient_ready", "autograd's hook", "self._stage.", {"param.grad": "param.grad"}),

@@ -76,7 +76,7 @@ class Checkpointer:
         engine, zero = self.engine, self.engine.zero
         if engine.state.destroyed:
             raise CheckpointError("the engine was destroyed; give the model to deepzero.initialize again")
-        frozen = zero.stage3.frozen if zero.stage3 is not None else []
+        frozen = zero.stage3.frozen_groups if zero.stage3 is not None else []
         return EngineState(engine.module, engine.optimizer, zero.groups, frozen, engine.comm, zero.dtypes.compute)
 
     # ---- save --------------------------------------------------------------------------------------------------------

@@ -72,9 +72,9 @@ def all_gather(
     It is over when it returns, with ``async_op`` too; ``hierarchy`` indents DeepSpeed's log.
     """
     for one in [param] if param_list is None else param_list:
-        if isinstance(one, ZeroParameter) and one._zero.gathered is None:
-            one._zero.gathered = GatheredParameters(one)
-            one._zero.gathered.__enter__()
+        if isinstance(one, ZeroParameter) and one._zero.open_gather is None:
+            one._zero.open_gather = GatheredParameters(one)
+            one._zero.open_gather.__enter__()
     return Gathered()
 
 
@@ -101,8 +101,8 @@ def partition(
             "call partition when the value has been used"
         )
     for one in [param] if param_list is None else param_list:
-        if isinstance(one, ZeroParameter) and (context := one._zero.gathered) is not None:
-            one._zero.gathered = None
+        if isinstance(one, ZeroParameter) and (context := one._zero.open_gather) is not None:
+            one._zero.open_gather = None
             context.modifier_rank = 0 if has_been_updated else None
             context.__exit__(None)
 
@@ -135,7 +135,7 @@ def _assign(view: PartitionView, values: torch.Tensor) -> None:
             "step, or inside GatheredParameters(param, modifier_rank=0)"
         )
     values, (bucket, _) = values.reshape(view.shape), param._zero.placed()
-    with bucket.owner.writing(param) if bucket.owner is not None else nullcontext():
+    with bucket.param_group.writing(param) if bucket.param_group is not None else nullcontext():
         plain.copy_(values)
     bucket.generation += 1
 
@@ -311,12 +311,12 @@ class DeepSpeedInit(Init):
     def _dtype_of(self, settings: Any) -> torch.dtype | None:
         """The dtype where none is given: None, the constructor's."""
 
-    def __exit__(self, kind: Any, *error: object) -> None:
+    def __exit__(self, error_type: Any, *error: object) -> None:
         # Shut and not restored, it has been left already; from here on there is nothing to restore.
         if self in self.shut:
             self.shut.remove(self)
         else:
-            super().__exit__(kind, *error)
+            super().__exit__(error_type, *error)
 
 
 def shutdown_init_context() -> None:

@@ -163,9 +163,9 @@ def follow(engine: DeepSpeedEngine, plan: FetchPlan) -> None:
     """
     if not isinstance(stage := engine.stage, ZeroStage3):
         raise ConfigError(f"zero.stage={engine.config.zero.stage}: only stage 3 follows a plan of fetches")
-    if (numel := stage.coordinator.numels) != plan.numel:
+    if (numel := stage.coordinator.bucket_numels) != (before := plan.bucket_numels):
         raise ConfigError(
-            f"the plan is about {len(plan.numel)} buckets of {sum(plan.numel.values()):,} elements, and this engine "
+            f"the plan is about {len(before)} buckets of {sum(before.values()):,} elements, and this engine "
             f"has {len(numel)} of {sum(numel.values()):,}; rehearse with the same model, settings and number of ranks"
         )
     if (limits := stage.coordinator.limits) != plan.limits:

@@ -102,7 +102,7 @@ class ZeroComponents:
     @property
     def stores(self) -> list[ParamGroup]:
         """All groups, those that are not trained (stage 3) too."""
-        return [*self.groups, *(self.stage3.frozen if self.stage3 is not None else ())]
+        return [*self.groups, *(self.stage3.frozen_groups if self.stage3 is not None else ())]
 
     def offload_report(self) -> dict[str, dict[str, float]]:
         """This rank's pipeline between device and host in the last step, part by part; empty without offload.

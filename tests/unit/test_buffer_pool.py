@@ -13,10 +13,10 @@ def test_where_room_is_tight_buffers_are_kept_from_pass_to_pass():
         if planned:
             pool.settle(planned, 100)
         pool.settle([], 24)
-        pool.begin_pass()
+        pool.begin_step()
         first = pool.take(16)
         place = storage_ptr_of(first)
         del first
         pool.give(place)
-        pool.begin_pass()
+        pool.begin_step()
         assert [buffer.data_ptr() for buffer in pool.buffers() if buffer.numel() == 16] == [place], planned

@@ -436,5 +436,5 @@ def test_more_than_one_layer_is_there_at_a_time():
 
 def test_gathers_overlap_by_prefetching():
     """``overlap_comm`` is no argument of the plan that says which gather travels behind which module."""
-    assert {field.name for field in dataclasses.fields(FetchLimits)} == {"prefetch_numel", "reuse_numel", "live_numel"}
+    assert {f.name for f in dataclasses.fields(FetchLimits)} == {"prefetch_numel", "reuse_numel", "max_live_parameters"}
     assert "all_gather" in FORWARD

@@ -1,4 +1,4 @@
-"""Buffers for gathered buckets, kept and reused; and which of them a pass takes, computed before it runs.
+"""Buffers for gathered buckets, kept and reused; and which of them a step takes, computed before it runs.
 
 [Note: buffers and who still holds them]
     Buffers are kept and reused (:class:`BufferPool`): fresh memory costs several times the copy into it. But what a
@@ -22,12 +22,12 @@
     is (``saved_tensors_hooks(lambda t: t, ...)`` around ``x @ self.weight``; ``save_on_cpu`` on a CPU), when no module
     and no parameter from elsewhere is used before it: then the gradient is NaN, with which no step is taken.
 
-[Note: which buffers a pass takes]
+[Note: which buffers a step takes]
     A buffer that is kept for the next bucket is at least as large as it, and often larger; and one that a view still
     shows cannot be taken again. So memory is more than the sum of what is gathered, and depends on the order of
-    takings. :func:`simulate` makes the pool's choices over plain numbers before the pass runs.
+    takings. :func:`simulate` makes the pool's choices over plain numbers before the step (or the evaluation) runs.
 
-    A *run* is a block of activation checkpointing that the backward pass runs again. With torch's non-reentrant
+    A *recompute* is a block of activation checkpointing that the backward pass runs again. With torch's non-reentrant
     checkpointing autograd keeps views of its weights until the backward pass is through the block: until then their
     buffers are not free, released or not.
 """
@@ -47,13 +47,13 @@ from deepzero.comm.chaos import Chaos, storage_ptr_of
 from deepzero.runtime.zero.fetch_plan import FetchPlan, ModuleUse
 
 ROUNDS = 8
-"""Passes after which it is taken for stable; a second one rarely takes anything that the first did not."""
+"""Rounds of simulation after which :func:`stable_sizes` stops; a second one rarely takes what the first did not."""
 
 
 class BufferPool:
-    """Kept 1-D buffers of one dtype and device, and what later passes will take of them.
+    """Kept 1-D buffers of one dtype and device, and what later steps will take of them.
 
-    See [Note: buffers and who still holds them] and [Note: which buffers a pass takes]. Free buffers go before all
+    See [Note: buffers and who still holds them] and [Note: which buffers a step takes]. Free buffers go before all
     together exceed ``limit_numel`` elements. ``chaos`` poisons what is given back. ``reuses`` is by default False on a
     GPU, whose caching allocator is a pool already, ordered by streams; there views are the allocator's matter, too.
     ``alias`` gives a tensor's memory a second storage.
@@ -78,28 +78,28 @@ class BufferPool:
         # Address -> (bucket, generation) whose values the buffer holds. The entry outlives give() until the buffer is
         # refilled, so a view that autograd saves after a release is still recognised as that parameter; whether the
         # pool has already reused the memory must not decide it.
-        self.owners: dict[int, tuple[Any, int]] = {}
+        self.contents: dict[int, tuple[Any, int]] = {}
         self._alone = references(torch.empty(1, dtype=dtype, device=device))
         # Where the buffers that were planned lie; None: nothing is known, and all are kept.
         self._planned: set[int] | None = None
         # Whether a free buffer serves only what has its very size.
-        self._exact = False
+        self._exact_fit = False
         self.most_numel = 0
-        """The most elements of all buffers at any time of this pass."""
-        # ---- what later passes will take, from their plans, and from the passes in which these were recorded
+        """The most elements of all buffers at any time of this step."""
+        # ---- what later steps will take, from their plans, and from the steps in which these were recorded
         # Elements of each bucket that takes a buffer, by key; given by the coordinator.
         self.bucket_numels: Mapping[int, int] = {}
         self.uses: list[ModuleUse] = []
-        """Of the pass under way, with what was released and fetched at each."""
-        # Autograd saves no view of what lies in them: biases. Found out in the passes that are recorded.
-        self._never_shown: set[int] = set()
+        """Of the step under way, with what was released and fetched at each."""
+        # Keys of buckets of which autograd saves no view: biases. Found out in the steps that are recorded.
+        self._never_held: set[int] = set()
         self._sizes: list[int] = []
         self._most_planned: int | None = None
         self._most_recorded = 0
 
-    # ---- between two passes ------------------------------------------------------------------------------------------
+    # ---- between two steps -------------------------------------------------------------------------------------------
 
-    def end_pass(self) -> None:
+    def end_step(self) -> None:
         """Have what the plans need, once there is one, and nothing else.
 
         Nothing is gathered now: what a step holds does not depend on what an evaluation before it gathered.
@@ -110,32 +110,32 @@ class BufferPool:
 
     @torch.inference_mode(False)  # what an evaluation's end makes is the next step's
     def settle(self, sizes: Sequence[int], limit_numel: int) -> None:
-        """Between two passes: have free buffers of ``sizes`` (elements), and keep no others from now on.
+        """Between two steps: have free buffers of ``sizes`` (elements), and keep no others from now on.
 
         Without sizes a buffer is kept for what has its very size, within ``limit_numel`` elements of all together.
         """
-        self.limit_numel, self._exact = limit_numel, not sizes
-        if self._exact:
+        self.limit_numel, self._exact_fit = limit_numel, not sizes
+        if self._exact_fit:
             self._planned = set()
             self._trim(0)
-        elif self.reuses:
+        else:
             missing, free, self._free = sorted(sizes), self._free, []
             for buffer in free:
                 if buffer.numel() in missing and self.is_alone(buffer):
                     missing.remove(buffer.numel())
                     self._free.append(buffer)
                 else:
-                    self.owners.pop(storage_ptr_of(buffer), None)
+                    self.contents.pop(storage_ptr_of(buffer), None)
             self._free += [self._new(numel) for numel in missing]
             self._planned = {storage_ptr_of(buffer) for buffer in self._free}
 
-    def begin_pass(self) -> None:
-        """Begin a pass with the buffers that were planned for it, or with none while nothing is."""
+    def begin_step(self) -> None:
+        """Begin a step with the buffers that were planned for it, or with none while nothing is."""
         if self._planned is None:
             self.clear()
         self.most_numel = self.numel()
 
-    # ---- within a pass -----------------------------------------------------------------------------------------------
+    # ---- within a step -----------------------------------------------------------------------------------------------
 
     def take(self, numel: int, shard: torch.Tensor | None = None) -> torch.Tensor:
         """A buffer of ``numel`` elements or more, with old contents.
@@ -145,10 +145,11 @@ class BufferPool:
         """
         if shard is not None:
             return self._alias(shard)
-        fitting = [b for b in self._free if b.numel() == numel or (b.numel() > numel and not self._exact)]
+        fitting = [b for b in self._free if b.numel() == numel or (b.numel() > numel and not self._exact_fit)]
         usable = [b for b in fitting if self.is_alone(b)]
         if usable:
             buffer = min(usable, key=torch.Tensor.numel)
+            # By identity: ``remove`` would compare elements.
             self._free = [b for b in self._free if b is not buffer]
         else:
             self._trim(numel)
@@ -163,11 +164,11 @@ class BufferPool:
         buffer = self._taken.pop(address)
         if alone := self.is_alone(buffer):
             self._poison(buffer)
-        extra = self._planned is not None and not self._exact and address not in self._planned
+        extra = self._planned is not None and not self._exact_fit and address not in self._planned
         if self.reuses and not extra:
             self._free.append(buffer)
         else:
-            self.owners.pop(address, None)  # the allocator may put anything here
+            self.contents.pop(address, None)  # the allocator may put anything here
         return alone
 
     def _new(self, numel: int) -> torch.Tensor:
@@ -187,7 +188,7 @@ class BufferPool:
     def clear(self) -> None:
         """Let go of all buffers that are free, and of who was where: other memory will lie there."""
         self._free = []
-        self.owners = {address: owner for address, owner in self.owners.items() if address in self._taken}
+        self.contents = {address: bucket for address, bucket in self.contents.items() if address in self._taken}
 
     def _trim(self, numel: int) -> None:
         """Make room: free buffers, the smallest first, while all together would exceed the limit."""
@@ -196,7 +197,7 @@ class BufferPool:
             if self.numel() + numel <= self.limit_numel:
                 break
             self._free = [b for b in self._free if b is not buffer]
-            self.owners.pop(storage_ptr_of(buffer), None)
+            self.contents.pop(storage_ptr_of(buffer), None)
 
     def numel(self) -> int:
         """Elements of all buffers, free or taken."""
@@ -206,80 +207,80 @@ class BufferPool:
         """All buffers, or those that wait for a bucket (``free``), or those that hold one (``taken``)."""
         return [*(self._free if free else ()), *(self._taken.values() if taken else ())]
 
-    # ---- which buffers a pass takes ----------------------------------------------------------------------------------
+    # ---- which buffers a step takes ----------------------------------------------------------------------------------
 
     @property
     def predicted_numel(self) -> int:
-        """The most elements of all buffers at any time of a training pass to come."""
+        """The most elements of all buffers at any time of a training step to come."""
         return max(self._most_recorded, sum(self._sizes) or self._most_planned or 0)
 
     def released(self, key: int, alone: bool) -> None:
-        """A bucket has been released for the last of :attr:`uses`; whether nothing shows its buffer."""
+        """A bucket has been released for the last of :attr:`uses`; ``alone``: no view of its buffer is held."""
         use = self.uses[-1]
         use.release += (key,)
-        if alone and use.run and self.reuses:
-            block = itertools.takewhile(lambda other: other.run == use.run, reversed(self.uses))
+        if alone and use.recompute and self.reuses:
+            block = itertools.takewhile(lambda other: other.recompute == use.recompute, reversed(self.uses))
             if any(key in other.keys for other in block):
-                self._never_shown.add(key)
+                self._never_held.add(key)
 
-    def recorded(self) -> None:
-        """The pass that ends now was the first of its kind, or left the plan."""
+    def note_recorded(self) -> None:
+        """The step that ends now was the first, or left the plan: what it took is noted."""
         reuses = self.reuses and self._most_planned is None
-        _, most, _ = simulate(self._seen(self.uses), self._sizes, self.bucket_numels, reuses, self._most_allowed)
+        _, most, _ = simulate(self._held_uses(self.uses), self._sizes, self.bucket_numels, reuses, self._most_allowed)
         self._most_recorded = max(self._most_recorded, most)
 
     def expect(self, plans: Sequence[FetchPlan]) -> None:
-        """From now on passes follow these plans, in any order."""
-        passes = [self._seen(plan.uses) for plan in plans]
-        self._sizes = stable_sizes(passes, self.bucket_numels) if self.reuses else []
+        """From now on steps follow these plans, in any order."""
+        steps = [self._held_uses(plan.uses) for plan in plans]
+        self._sizes = stable_sizes(steps, self.bucket_numels) if self.reuses else []
         if sum(self._sizes) > self._most_allowed:
             # So tight that buffers are made for each size anew: then no more is held than is gathered.
             self._sizes = []
-        most = (simulate(uses, [], self.bucket_numels, False, 0)[2] for uses in passes)
+        most = (simulate(uses, [], self.bucket_numels, False, 0)[2] for uses in steps)
         self._most_planned = max(most, default=0)
-        if self.reuses:  # the recorded pass's buffers went as they came, and left holes: 2 % of a peak of 820 MiB
+        if self.reuses:  # the recorded step's buffers went as they came, and left holes: 2 % of a peak of 820 MiB
             return_freed_memory()
 
-    def _seen(self, uses: Sequence[ModuleUse]) -> list[ModuleUse]:
-        """``uses`` without the runs, or without the buckets, of which no view keeps a buffer."""
+    def _held_uses(self, uses: Sequence[ModuleUse]) -> list[ModuleUse]:
+        """``uses`` without what keeps no buffer: on a GPU the recomputes, elsewhere the buckets of ``_never_held``."""
         if not self.reuses:
-            return [replace(use, run=0) for use in uses]
-        return [replace(use, keys=tuple(key for key in use.keys if key not in self._never_shown)) for use in uses]
+            return [replace(use, recompute=0) for use in uses]
+        return [replace(use, keys=tuple(key for key in use.keys if key not in self._never_held)) for use in uses]
 
 
 def simulate(
     uses: Sequence[ModuleUse], sizes: Sequence[int], numel: Mapping[int, int], reuses: bool, limit: int
 ) -> tuple[list[int], int, int]:
-    """One pass of a pool without memory, which begins with buffers of ``sizes`` elements.
+    """One step of a pool without memory, which begins with buffers of ``sizes`` elements.
 
-    ``uses`` are those of the pass, with what is released and launched at each; ``numel`` has the elements of each
+    ``uses`` are those of the step, with what is released and launched at each; ``numel`` has the elements of each
     bucket that takes a buffer. With ``reuses`` buffers that the pool did not begin with are kept as well when they are
     given back. Free buffers go, the smallest first, before all together exceed ``limit`` elements. Returns the buffers
     at the end, when all are free; the most elements of all buffers at any time; and the most of those that are taken,
-    or still shown by a view.
+    or of which a view is held.
     """
     free, most, most_live = list(sizes), 0, 0
     # Size of each buffer, and whether the pool did not begin with it: those taken, by bucket; those given back of which
     # autograd still holds a view, as the checkpointed block that runs again has used them.
     taken: dict[int, tuple[int, bool]] = {}
-    shown: list[tuple[int, bool]] = []
-    run, seen = 0, set[int]()
+    held: list[tuple[int, bool]] = []
+    recompute, seen = 0, set[int]()
 
     def live() -> int:
-        return sum(size for size, _ in (*taken.values(), *shown))
+        return sum(size for size, _ in (*taken.values(), *held))
 
     def free_all(buffers: Sequence[tuple[int, bool]]) -> None:
         free.extend(size for size, new in buffers if reuses or not new)
 
     for use in uses:
-        if use.run != run:
-            run, seen = use.run, set()
-            free_all(shown)
-            shown = []
+        if use.recompute != recompute:
+            recompute, seen = use.recompute, set()
+            free_all(held)
+            held = []
         for key in (key for key in use.release if key in taken):
             buffer = taken.pop(key)
-            if run > 0 and key in seen:
-                shown.append(buffer)
+            if recompute > 0 and key in seen:
+                held.append(buffer)
             else:
                 free_all([buffer])
         seen.update(use.keys)
@@ -295,12 +296,12 @@ def simulate(
                 free.remove(size)
             taken[key] = (size, new)
             most, most_live = max(most, sum(free) + live()), max(most_live, live())
-    free_all([*shown, *taken.values()])
+    free_all([*held, *taken.values()])
     return free, most, most_live
 
 
-def stable_sizes(passes: Sequence[Sequence[ModuleUse]], numel: Mapping[int, int]) -> list[int]:
-    """Buffers with which none of ``passes`` takes another one, in whatever order they come.
+def stable_sizes(steps: Sequence[Sequence[ModuleUse]], numel: Mapping[int, int]) -> list[int]:
+    """Buffers with which none of ``steps`` takes another one, in whatever order they come.
 
     Example:
         >>> first = ModuleUse((0,), False, "", fetch=(0, 1))  # 1 ahead of its use
@@ -311,7 +312,7 @@ def stable_sizes(passes: Sequence[Sequence[ModuleUse]], numel: Mapping[int, int]
     sizes: list[int] = []
     for _ in range(ROUNDS):
         before = sizes
-        for uses in passes:
+        for uses in steps:
             sizes = sorted(simulate(uses, sizes, numel, reuses=True, limit=1 << 62)[0])
         if sizes == before:
             break

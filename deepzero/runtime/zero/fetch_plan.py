@@ -1,9 +1,9 @@
 """From the order in which buckets are used to a plan: what is released, fetched and prefetched at each use.
 
-Pure integers: no tensor, no process. The coordinator records the *trace* of one optimizer step, compiles it here, and
-executes the plan in the steps after it. One *use* of a trace is a set of buckets that are needed at the same moment:
-those of a module's parameters in the forward pass, or the bucket of a saved weight in the backward pass. A use that
-needs nothing beyond the one before it is not listed: ten modules in one bucket are one use.
+Pure integers: no tensor, no process. The coordinator records the *trace* of a step (or of an evaluation's forward
+pass), compiles it here, and executes the plan in the next ones. One *use* of a trace is a set of buckets that are
+needed at the same moment: those of a module's parameters in the forward pass, or the bucket of a saved weight in the
+backward pass. A use that needs nothing beyond the one before it is not listed: ten modules in one bucket are one use.
 
 Source: ``fetch_sub_module`` and ``__params_to_release`` in ``partitioned_param_coordinator.py`` of [DeepSpeed], for the
 meaning of the three limits.
@@ -25,7 +25,7 @@ class FetchLimits:
     """``stage3_prefetch_bucket_size``: fetch ahead until so much is launched and not yet used."""
     reuse_numel: int
     """``stage3_max_reuse_distance``: what is used again within so many elements of other parameters is kept."""
-    live_numel: int
+    max_live_parameters: int
     """``stage3_max_live_parameters``: how much may be gathered at any time, fetches under way included."""
 
 
@@ -43,8 +43,8 @@ class ModuleUse:
     """The module, or in a backward pass the first parameter of the bucket, for error texts and the profiler."""
     on_demand: bool = False
     """Noticed only because the bucket was not there: it may be missing the next time."""
-    run: int = 0
-    """The number of the checkpointed block that runs again here, and whose weights autograd keeps views of; 0: none."""
+    recompute: int = 0
+    """The number of the checkpointed block recomputed here, of whose weights autograd keeps views; 0: none."""
     completes: set[int] = field(default_factory=set)
     """Buckets whose gradients became complete between this use and the next."""
     release: tuple[int, ...] = ()
@@ -62,10 +62,10 @@ class ModuleUse:
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """One optimizer step. The coordinator executes this object."""
+    """One optimizer step, or one evaluation's forward pass. The coordinator executes this object."""
 
     uses: tuple[ModuleUse, ...]
-    numel: dict[int, int]
+    bucket_numels: dict[int, int]
     """Elements that each bucket takes while it is gathered, padding included; 0 where its shard is the whole."""
     limits: FetchLimits
 
@@ -75,7 +75,7 @@ def compile_plan(trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: F
 
     release   what is not needed soon: no further use in the trace, or more than ``reuse_numel`` elements of other
               parameters in between. A bucket whose gradients are not complete yet, and that the same backward pass will
-              use again, stays. When ``live_numel`` would be exceeded, what is needed last goes first.
+              use again, stays. When ``max_live_parameters`` would be exceeded, what is needed last goes first.
     fetch     what this use needs and is not there.
     prefetch  what the next uses need, in their order, until ``prefetch_numel`` elements are fetched and not yet used.
 
@@ -103,21 +103,22 @@ def compile_plan(trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: F
             coming[key].pop()
         return coming[key][-1] if coming[key] else NEVER
 
-    def released(position: int, use: ModuleUse) -> list[int]:
+    def to_release(position: int, use: ModuleUse) -> list[int]:
         # Sorted, as everything here that is a set: the order of releases decides which buffer is used again, and must
         # not depend on a set's order, which differs between processes.
         idle = {key: next_use(key, position) for key in sorted(live - set(use.keys))}
+        # A prefetch stays until its use: else it would travel twice.
         chosen = [k for k in idle if k not in ahead and _is_far(k, trace, position, idle[k], numel, limits.reuse_numel)]
-        # Above live_numel, what is used last goes first, prefetched or not. What this use needs is never released, so a
+        # Above the limit, what is used last goes first, prefetched or not. What this use needs is never released, so a
         # single module that is larger than the limit is gathered all the same.
         kept = sorted(idle.keys() - chosen, key=lambda key: (idle[key], key))
         total = sum(numel[key] for key in (*use.keys, *kept))
-        while kept and total > limits.live_numel:
+        while kept and total > limits.max_live_parameters:
             chosen.append(kept.pop())
             total -= numel[chosen[-1]]
         return chosen
 
-    def prefetched(position: int) -> list[tuple[int, bool]]:
+    def to_prefetch(position: int) -> list[tuple[int, bool]]:
         chosen: list[tuple[int, bool]] = []
         # Fetched ahead and not used yet: at most prefetch_numel, plus the bucket that reaches it. So a bucket larger
         # than the limit can be prefetched; with a limit of 0 nothing is.
@@ -126,7 +127,7 @@ def compile_plan(trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: F
             for key in (key for key in use.keys if key not in live):
                 # The first that does not fit ends the search: a smaller one behind it would take the room, and the
                 # order of collectives would no longer be that of the uses.
-                if waiting >= limits.prefetch_numel or held + numel[key] > limits.live_numel:
+                if waiting >= limits.prefetch_numel or held + numel[key] > limits.max_live_parameters:
                     return chosen
                 chosen.append((key, use.backward))
                 live.add(key)
@@ -138,12 +139,12 @@ def compile_plan(trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: F
     for position, use in enumerate(trace):
         # Release before fetch: the buffers that are given back here are those that the fetch fills.
         fetch = tuple(key for key in use.keys if key not in live)
-        release = tuple(released(position, use))
+        release = tuple(to_release(position, use))
         live.difference_update(release)
         ahead.difference_update(release, use.keys)
         live.update(fetch)
         # Prefetch last: it travels while this use computes.
-        plan.append(replace(use, release=release, fetch=fetch, prefetch=tuple(prefetched(position))))
+        plan.append(replace(use, release=release, fetch=fetch, prefetch=tuple(to_prefetch(position))))
     return FetchPlan(tuple(plan), dict(numel), limits)
 
 
@@ -162,12 +163,8 @@ def _is_far(
     # DeepSpeed's reuse distance: elements of different parameters used in between. A bucket counts once, however often
     # it is used.
     passed: set[int] = set()
-    distance = 0
     for use in between:
-        for other in use.keys:
-            if other not in passed:
-                passed.add(other)
-                distance += numel[other]
-        if distance > reuse_numel:
+        passed.update(use.keys)
+        if sum(numel[other] for other in passed) > reuse_numel:
             return True
     return False

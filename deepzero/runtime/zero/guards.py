@@ -91,6 +91,7 @@ def register_owner(param: nn.Parameter, name: str) -> None:
     """``param`` belongs to an engine from now on. Raises a :class:`ConfigError` if it belongs to one already."""
     check_unclaimed({param: name})
     _OWNERS[param] = (True, FREE[1])
+    # Never put back: somebody may have wrapped it since, and for parameters of no engine it changes nothing.
     nn.Module._apply = _apply  # type: ignore[method-assign]
 
 
@@ -168,7 +169,7 @@ class PartitionedUseError(RuntimeError):
 
 def use_error(record: ParamRecord, verb: str) -> PartitionedUseError:
     """The error of a partitioned parameter that cannot be ``verb`` (``used``, ``written``, ``copied``) here."""
-    if record.bucket is not None and record.bucket.owner is None:  # a bucket of zero.Init's own
+    if record.bucket is not None and record.bucket.param_group is None:  # a bucket of zero.Init's own
         return PartitionedUseError(
             f"parameter {record.name!r} of shape {tuple(record.shape)} is partitioned by zero.Init, and it cannot be "
             f"{verb} yet. Give the model to deepzero.initialize first, or use `with "
@@ -225,9 +226,8 @@ class WriteGuard:
             if param._version != version:
                 return param
         if bucket.shown:
-            start = data_ptr(bucket.gathered)
             itemsize = bucket.gathered.itemsize
-            start -= bucket.layout.offset * itemsize
+            start = data_ptr(bucket.gathered) - bucket.layout.offset * itemsize
             for param, slot in zip(params, slots, strict=True):
                 if data_ptr(param) != start + slot.offset * itemsize and slot.numel:
                     return param

@@ -289,7 +289,7 @@ class ModuleHooks:
             start = slot.offset - bucket.layout.offset
             return SavedWeight(bucket.key, bucket.generation, tensor.dtype, record.shape, record.stride, start)
         # By storage pointer: a transposed, sliced or expanded weight has the storage of its bucket's buffer.
-        owner = self.coordinator.owner_of(tensor)
+        owner = self.coordinator.bucket_shown_by(tensor)
         if owner is None:
             return tensor
         # Shape, strides and offset say which view it was: autograd saves the transposed weight of a linear layer.

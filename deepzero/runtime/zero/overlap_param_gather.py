@@ -314,8 +314,8 @@ class OverlappedZeroStage3(ZeroStage3):
         # it is released.
         self._ahead: list[PartitionedBucket] = []
         self._sent: dict[PartitionedParamGroup, int] = {}
-        coordinator.take_over, coordinator.on_release_all = self._take_over, self._forget
-        for group in (*self.partitioned, *self.frozen):
+        coordinator.adopt_ahead, coordinator.on_release_all = self._adopt_ahead, self._forget
+        for group in (*self.trained_groups, *self.frozen_groups):
             group.around_write = partial(self._around_write, group)
 
     # ---- 4 boundary --------------------------------------------------------------------------------------------------
@@ -330,24 +330,24 @@ class OverlappedZeroStage3(ZeroStage3):
         first = list(itertools.takewhile(may_go_ahead, launches))
         if first != self._first:  # the plan is new
             order = self.gradients.order[::-1]  # about that of use
-            turns = [[ref for ref in order if (self._partitioned(*ref) in first) is now] for now in (True, False)]
+            turns = [[ref for ref in order if (self._bucket_of(*ref) in first) is now] for now in (True, False)]
             self.gradients.shard.step_in_turns(turns, self._stepped)
         self._first, self._to_fetch = first, first.copy()
         # Frozen parameters are always what they were.
-        self._updated = {bucket for bucket in first if bucket.owner in self.frozen}
+        self._updated = {bucket for bucket in first if bucket.param_group in self.frozen_groups}
 
     # ---- 5 step, 6 publish -------------------------------------------------------------------------------------------
 
     def uploaded(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
         """5, on the host: as without the overlap, and then fetch what can be."""
         super().uploaded(group, bucket, wait_upload)
-        if (partitioned := self._partitioned(group, bucket)) is not None:
+        if (partitioned := self._bucket_of(group, bucket)) is not None:
             self._launch_updated(partitioned)
 
     def _stepped(self, group: int, bucket: Bucket) -> None:
-        partitioned = self._partitioned(group, bucket)
-        if partitioned is not None and partitioned.owner is not None and partitioned in self._first:
-            partitioned.owner.cast_masters(partitioned)
+        partitioned = self._bucket_of(group, bucket)
+        if partitioned is not None and partitioned.param_group is not None and partitioned in self._first:
+            partitioned.param_group.cast_masters(partitioned)
             self._launch_updated(partitioned)
 
     def _launch_updated(self, *updated: PartitionedBucket) -> None:
@@ -369,14 +369,14 @@ class OverlappedZeroStage3(ZeroStage3):
         self._launch_updated()  # frozen ones, where no trained one comes before or after them
         super().publish()
         self._forget()
-        owners = {bucket.owner for bucket in self._ahead if bucket.owner is not None}
+        owners = {bucket.param_group for bucket in self._ahead if bucket.param_group is not None}
         for bucket in itertools.chain.from_iterable(group.buckets for group in owners):
             bucket.wait_for_update()  # an upload that is put off would count as a write by the program
         self._sent = {group: group.shard_on_device._version for group in owners}
 
     # ---- between steps -----------------------------------------------------------------------------------------------
 
-    def _take_over(self, use: ModuleUse) -> list[int]:
+    def _adopt_ahead(self, use: ModuleUse) -> list[int]:
         """The first use of the step's: what is here goes into its record."""
         ahead, self._ahead = [bucket.key for bucket in self._ahead], []
         if ahead:

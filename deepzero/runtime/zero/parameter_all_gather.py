@@ -1,7 +1,7 @@
 """How a bucket is put together: one all-gather over all ranks, or one of ZeRO++'s cheaper ways.
 
-A bucket's strategy is chosen when stage 3 is built (``zeropp.py:build_all_gather``); a step only calls ``launch`` and
-``finish``.
+A bucket's strategy is chosen when stage 3 is built (``zeropp.py:build_all_gather``). A pass calls ``launch`` and
+``finish``; with MiCS a step ends with ``launch_to_replicas``, and qwZ's meter may replace the strategy between steps.
 
 On the wire a bucket is W equal *messages*, one from each rank. Here a message is the rank's shard as it is, and the W
 of them lie side by side in the bucket's own buffer, in place. ZeRO++'s strategies (``zeropp.py``) are subclasses:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 
 # The ledger's names for what is sent of parameters.
-SETUP = "setup.gather"
+SETUP, SETUP_BROADCAST = "setup.gather", "setup.broadcast"
 FORWARD = "parameters.all_gather_forward"
 BACKWARD = "parameters.all_gather_backward"
 EVALUATION = "parameters.all_gather_evaluation"
@@ -55,10 +55,10 @@ class PlainAllGather:
     # qwZ: how many bytes the messages take, beside the bucket's own buffer, while they are on their way.
     quantizer: Quantizer | None = None
     scratch_bytes = 0
-    # hpZ and MiCS: the ranks that keep a secondary partition among them; whether each step renews that (MiCS), or it is
-    # made once, as the parameters never change.
+    # hpZ and MiCS: the ranks that keep a secondary partition among them. Each step renews it (``mics``), or it is made
+    # once, as the parameters never change (``kept_for_good``), or with each step's first gather (hpZ).
     group: RankGroup | None = None
-    mics = frozen = False
+    mics = kept_for_good = False
     secondary_shard: torch.Tensor | None = None
 
     def __init__(self, layout: Bucket, dtype: torch.dtype, comm: Communicator, where: str) -> None:
@@ -79,7 +79,7 @@ class PlainAllGather:
 
     @property
     def exact(self) -> PlainAllGather:
-        """The strategy that brings the very values of the ranks' shards."""
+        """The strategy that brings the very values of the ranks' shards, for gathers beside this one."""
         return self
 
     def launch(self, kind: str, into: PartitionedBucket) -> None:
@@ -108,7 +108,7 @@ class PlainAllGather:
         return gathered
 
     def arrive(self) -> None:
-        """Wait until the messages are complete, for the current stream."""
+        """Wait until the messages are complete, for the current stream; hpZ keeps them before they are decoded."""
         if self._pending is not None:
             self._pending.wait()
             # With one rank nothing was sent, and only the source's copy orders anything.
@@ -121,7 +121,7 @@ class PlainAllGather:
         self._messages = torch.empty(0)  # a view kept here would keep the pool from reusing the buffer
 
     def unquantized(self) -> PlainAllGather:
-        """The strategy without quantisation, for the gathers from now on; nothing is under way."""
+        """What takes this one's place, hpZ's too, when values are quantised no more; nothing is under way."""
         return self.exact
 
     # ---- this rank's shard, on its way into its message --------------------------------------------------------------
@@ -155,7 +155,7 @@ class PlainAllGather:
     @property
     def always_inside(self) -> bool:
         """Whether the secondary partition is never stale, so that every gather stays in the group."""
-        return self.mics or self.frozen
+        return self.mics or self.kept_for_good
 
     def forecast(self, inside: bool) -> Traffic:
         """What one gather sends, mean over ranks; with ``inside`` from the secondary partition."""

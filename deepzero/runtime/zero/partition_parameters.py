@@ -56,6 +56,7 @@ from deepzero.runtime.zero.parameter_all_gather import (
     ON_REQUEST,
     ON_REQUEST_BROADCAST,
     SETUP,
+    SETUP_BROADCAST,
     PlainAllGather,
     send_to_replicas,
 )
@@ -82,15 +83,16 @@ class ParamRecord:
         self.name = name
         self.shape = param.shape
         self.numel = param.numel()
+        # In a bucket elements lie in the order of the shape, whatever the parameter's own strides were.
         self.stride = torch.empty(param.shape, device="meta").stride()
-        # A partitioned parameter's bucket and slot, or the group of a persistent one that is trained.
+        # Where a partitioned parameter lies, or a persistent one that is trained (the slot, with the group).
         self.bucket: PartitionedBucket | None = None
         self.slot: ParamSlot | None = None
         self.group: ParamGroup | None = None
         # One element of the compute dtype, stretched to ``shape``; made once, as a bucket is released often.
         self.placeholder: Tensor | None = None
         # What keeps it gathered between ``param.all_gather()`` and ``param.partition()``.
-        self.gathered: GatheredParameters | None = None
+        self.open_gather: GatheredParameters | None = None
 
     def placed(self) -> tuple[PartitionedBucket, ParamSlot]:
         """The bucket, and where in it."""
@@ -212,7 +214,6 @@ class PartitionedParameter(ZeroParameter):
 def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
     """The same object, with a record. A subclass of Parameter, whose behaviour would be lost, raises a ConfigError."""
     if isinstance(param, ZeroParameter):
-        param.__class__ = ZeroParameter
         param._zero.name = name
         return param
     # Its class is what changes with its state, so it must not be one that carries behaviour (bitsandbytes, torchao).
@@ -226,7 +227,10 @@ def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
 
 
 def _all_gather_params(buckets: Sequence[PartitionedBucket], kind: str) -> None:
-    """Outside of passes: gather the very values of ``buckets``. All launches come before a wait. A collective."""
+    """Outside of passes: gather the very values of ``buckets``. All launches come before a wait. A collective.
+
+    In passes ``PartitionedParameterCoordinator.fetch_sub_module`` launches (DeepSpeed's ``__all_gather_params`` there).
+    """
     for bucket in buckets:
         if bucket.status is ZeroParamStatus.NOT_AVAILABLE:
             bucket.launch(kind)
@@ -241,8 +245,7 @@ def unpartition(param: ZeroParameter) -> None:
     """A plain parameter again, with its values. A collective, unless its bucket is gathered."""
     bucket, _ = param._zero.placed()
     gathered = bucket.status is ZeroParamStatus.AVAILABLE
-    if not gathered:
-        _all_gather_params([bucket], SETUP)
+    _all_gather_params([bucket], SETUP)
     # A copy, as the buffer goes back to the pool, or to the next parameter of the bucket.
     values = bucket.value(param).clone()
     if not gathered:
@@ -256,7 +259,7 @@ def unpartition(param: ZeroParameter) -> None:
 
 
 def parameters_in(value: Any) -> list[ZeroParameter]:
-    """All of stage 3's parameters inside nested arguments, whole ones too, each once."""
+    """All partitioned parameters inside nested arguments, those too that show their values now, each once."""
     # By hand: torch's pytree takes twice as long, and every use on demand passes here.
     found: dict[int, ZeroParameter] = {}
     stack = [value]
@@ -270,7 +273,7 @@ def parameters_in(value: Any) -> list[ZeroParameter]:
 
 
 def partitioned_in(value: Any) -> list[PartitionedParameter]:
-    """All partitioned parameters inside nested arguments, each once."""
+    """Those that show a placeholder."""
     return [param for param in parameters_in(value) if isinstance(param, PartitionedParameter)]
 
 
@@ -285,9 +288,8 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
     """
     # Torch's convention for operations in place; and assignment to ``.data`` or to elements.
     writes = (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")
-    written = [param for param in params if param is first and writes]
-    if written:
-        raise use_error(written[0]._zero, f"written ({name})")
+    if writes and any(param is first for param in params):
+        raise use_error(first._zero, f"written ({name})")
     buckets = _buckets_of(params)
     missing = next(param for param in params if isinstance(param, PartitionedParameter))
     with ExitStack() as uses:
@@ -304,8 +306,7 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
 
 def _buckets_of(params: Iterable[ZeroParameter]) -> list[PartitionedBucket]:
     """The buckets of ``params``, each once, in the order that is the same on all ranks."""
-    buckets = {param._zero.placed()[0] for param in params}
-    return sorted(buckets, key=lambda bucket: bucket.number)
+    return sorted({param._zero.placed()[0] for param in params}, key=attrgetter("number"))
 
 
 def _whole_of_alias(alias: PartitionedParameter) -> Tensor:
@@ -325,7 +326,7 @@ def _detached(param: PartitionedParameter, func: Any) -> PartitionedParameter:
 @torch.no_grad()
 def _copy_into_shard(target: Any, source: Tensor, non_blocking: bool = False) -> Any:
     """``param.copy_(whole)``, as ``load_state_dict`` does it: every rank has the whole value and keeps its fragment."""
-    if not isinstance(target, PartitionedParameter) or isinstance(source, PartitionedParameter):
+    if isinstance(source, PartitionedParameter):
         raise PartitionedUseError(f"cannot copy from a partitioned parameter: {source!r}")
     # Nothing is sent: a state_dict that is loaded is the same on all ranks.
     target._zero.placed()[0].write(target, source.detach().expand(target._zero.shape).reshape(-1))
@@ -434,7 +435,7 @@ class Init:
         self.entered.append(self)
         return self
 
-    def __exit__(self, kind: Any, *_: object) -> None:
+    def __exit__(self, error_type: Any, *_: object) -> None:
         if not self.enabled:
             return
         self.entered.pop()
@@ -448,11 +449,11 @@ class Init:
             self._under_construction.clear()
             try:
                 # The others may not have had this rank's exception, and would not take part in a broadcast.
-                if kind is None:
+                if error_type is None:
                     self._partition_again(only_unseen=False)
             finally:
                 while self._open:  # what a write made whole is forgotten; the shards stay as they were
-                    self._open.popitem()[0].__exit__(kind or RuntimeError)
+                    self._open.popitem()[0].__exit__(error_type or RuntimeError)
 
     def _wrap(self, cls: type[nn.Module]) -> None:
         """Let the class's constructor end with a partitioning, if it has one of its own."""
@@ -489,7 +490,7 @@ class Init:
         comm, zero_param = self.comm, as_zero_parameter(param, name)
         # Rank 0's values count: constructors may draw random numbers that are not seeded alike.
         values = param.data.to(comm.device, self.dtype or param.dtype).contiguous().reshape(-1)
-        comm.broadcast("setup.broadcast", values)
+        comm.broadcast(SETUP_BROADCAST, values)
         layout = plan_layout([values.numel()], comm.world_size, values.numel()).buckets[0]
         pool = self._pools.setdefault(values.dtype, BufferPool(values.dtype, comm.device))
         shard = torch.zeros(layout.shard_numel, dtype=values.dtype, device=self._shard_device, pin_memory=self._pin)
@@ -520,7 +521,7 @@ class Init:
         records = {param._zero for param in params}
         themselves = [p for bucket in _buckets_of(params) for p in bucket.params if p._zero in records]
         whole = GatheredParameters(themselves, modifier_rank=0)
-        whole.kinds = SETUP, "setup.broadcast"
+        whole.kinds = SETUP, SETUP_BROADCAST
         whole.__enter__()
         # References of our own: more of them are views, through which a later line of the constructor may write.
         alone = [references(bucket.gathered) for bucket in whole.buckets]
@@ -673,8 +674,9 @@ class GatheredParameters:
             raise ValueError(f"modifier_rank={modifier_rank} is not one of the {world} ranks")
         self.partitioned = [param for param in self.params if isinstance(param, ZeroParameter)]
         self.buckets = _buckets_of(self.partitioned)
-        for param in self.partitioned if fwd_module is not None else ():
-            register_external_parameter(fwd_module, param)  # type: ignore[arg-type]
+        if fwd_module is not None:
+            for param in self.partitioned:
+                register_external_parameter(fwd_module, param)
 
     @torch.no_grad()
     def __enter__(self) -> None:
@@ -701,13 +703,13 @@ class GatheredParameters:
             raise
 
     @torch.no_grad()
-    def __exit__(self, kind: Any, *_: object) -> None:
+    def __exit__(self, error_type: Any, *_: object) -> None:
         if not self.enabled:
             return
         complete = False
         try:
             # After an exception nothing is taken over: the other ranks may not have had it, and would not broadcast.
-            if kind is None:
+            if error_type is None:
                 if self.modifier_rank is not None:
                     self._take_over(self.modifier_rank)
                 # A write that was not taken over is refused: without ``modifier_rank``, or to a neighbour in a bucket.

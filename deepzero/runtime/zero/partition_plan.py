@@ -1,4 +1,4 @@
-"""Step 0 of stage 3, before a tensor moves: which parameters are cut, over which buckets, and how these will travel.
+"""Step 0 of stage 3, before a tensor moves: what is partitioned, over which buckets, and how these will travel.
 
 In the order of the build: :func:`plan_partitioning` groups the parameters and cuts the groups into buckets ·
 :func:`fetch_limits` says how much of them may be gathered · :func:`gather_builders` chooses between the strategies of
@@ -37,12 +37,12 @@ def plan_partitioning(
     chosen: Sequence[Sequence[nn.Parameter]],
     config: ZeroConfig,
     world_size: int,
-    uncut: Container[int] = (),
+    per_tensor: Container[int] = (),
 ) -> tuple[list[GroupPlan], int]:
     """The groups of trained parameters, then of frozen ones, and of how many elements limits are made. Pure numbers.
 
     ``names`` has all parameters, ``chosen`` the trainable ones of each optimizer group, as their gradients arrive;
-    ``uncut`` are the numbers of the optimizer groups whose parameters are not cut.
+    ``per_tensor`` are the numbers of the optimizer groups of which each parameter is some rank's as a whole.
     """
     threshold = config.stage3_param_persistence_threshold
     trained = {param for params in chosen for param in params}
@@ -52,21 +52,21 @@ def plan_partitioning(
     limit = bucket_limit(total, config.reduce_bucket_size, config.allgather_bucket_size)
     # Two buckets are needed at a time: the one that is computed with and the next one.
     limit = min(limit, max(config.stage3_max_live_parameters // 2, 1))
-    cut: list[tuple[Sequence[nn.Parameter], int | None, bool]] = []
+    wanted: list[tuple[Sequence[nn.Parameter], int | None, bool]] = []
     for index, params in enumerate(chosen):
         # Biases and norms are most of the parameters and few of the elements. Partitioned, each would be in some bucket
         # twice per micro-batch; whole, they cost little memory and one all-gather per step.
-        cut.append(([p for p in params if p.numel() > threshold], index, True))
-        cut.append(([p for p in params if p.numel() <= threshold], index, False))
-    cut.append((frozen, None, True))
-    plan = lambda params, index: plan_group(params, world_size, limit, index in uncut, config.shard_align)
+        wanted.append(([p for p in params if p.numel() > threshold], index, True))
+        wanted.append(([p for p in params if p.numel() <= threshold], index, False))
+    wanted.append((frozen, None, True))
+    plan = lambda params, index: plan_group(params, world_size, limit, index in per_tensor, config.shard_align)
     groups = [
-        GroupPlan(params, plan(params, index), index, partitioned, index in uncut)
-        for params, index, partitioned in cut
+        GroupPlan(params, plan(params, index), index, partitioned, index in per_tensor)
+        for params, index, partitioned in wanted
         if params
     ]
-    # A layer's matrices that are not cut lie in a bucket for each size, with those of the next layers: what is fetched
-    # ahead, and what is kept until it is used again, has room for a row of every size.
+    # A layer's matrices that are laid out per tensor lie in a bucket for each size, with those of the next layers: what
+    # is fetched ahead, and what is kept until it is used again, has room for a row of every size.
     sizes = [numel for g in groups if g.per_tensor and g.partitioned for numel in {p.numel() for p in g.params}]
     return groups, max(limit, world_size * sum(sizes))
 
@@ -76,12 +76,13 @@ def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
 
     They are upper limits, with defaults (5e7, 1e9, 1e9) that are made for models of many billions: taken literally, a
     model below 1e9 elements would be gathered once and never released between forward and backward. So looking ahead
-    and keeping are limited to a bucket's largest size (``limit``): see ``layout.py:bucket_limit``.
+    and keeping are limited to ``limit``: a bucket's largest size (``layout.py:bucket_limit``), or for groups that are
+    laid out per tensor a row of buckets.
     """
     return FetchLimits(
         prefetch_numel=min(config.stage3_prefetch_bucket_size, limit),
         reuse_numel=min(config.stage3_max_reuse_distance, limit),
-        live_numel=config.stage3_max_live_parameters,
+        max_live_parameters=config.stage3_max_live_parameters,
     )
 
 
@@ -95,8 +96,7 @@ def gather_builders(
     if comm.world_size == 1:
         return dict.fromkeys((False, True), build_all_gather), []
     layouts = {
-        frozen: [g.layout for g in planned if g.partitioned and (g.optimizer_group is None) is frozen]
-        for frozen in (False, True)
+        frozen: [g.layout for g in planned if g.partitioned and g.trained is not frozen] for frozen in (False, True)
     }
     if comm.rank == 0:
         _name_idle_switches(config, layouts)

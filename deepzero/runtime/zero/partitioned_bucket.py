@@ -48,7 +48,7 @@ class PartitionedBucket:
 
     ``key`` is the coordinator's number for it, or ``INIT_KEY``; ``layout`` says where the parameters lie in it, and
     ``params`` are those of its slots, in order; ``shard`` is 1-D, ``[layout.shard_numel]``, in the compute dtype;
-    ``gather`` is the strategy by which values for computing come; ``owner`` is the group, None for the buckets of
+    ``gather`` is the strategy by which values for computing come; ``param_group`` is theirs, None for the buckets of
     ``zero.Init``, which has no masters.
     """
 
@@ -60,10 +60,10 @@ class PartitionedBucket:
         shard: torch.Tensor,
         gather: PlainAllGather,
         pool: BufferPool,
-        owner: PartitionedParamGroup | None = None,
+        param_group: PartitionedParamGroup | None = None,
     ) -> None:
         self.key, self.layout, self.params, self._shard = key, layout, list(params), shard
-        self.gather, self.pool, self.owner = gather, pool, owner
+        self.gather, self.pool, self.param_group = gather, pool, param_group
         # Unique in this process, and the same on all ranks, which gather in its order; keys are one engine's.
         self.number = next(_NUMBERS)
         # With one rank the shard is the bucket: it is used where it is, unless the device would have to copy it.
@@ -137,14 +137,14 @@ class PartitionedBucket:
         self._gathered = buffer[: self.layout.numel]  # buffers are reused: it may be longer
         # From here on a view of this memory is a view of these values, whoever holds one.
         address = storage_ptr_of(buffer)
-        self.pool.owners[address] = (self, self.generation)
+        self.pool.contents[address] = (self, self.generation)
         self.gathered_by = self.gather.exact if exact else self.gather
         try:
             self.gathered_by.launch(kind, self)
         except BaseException:  # a disk's: nothing is under way, and the bucket is as it was
             self.gathered_by.finish()  # gives back what messages would have come to
             self._gathered = buffer = None  # type: ignore[assignment]
-            del self.pool.owners[address]
+            del self.pool.contents[address]
             if not self.in_place:
                 self.pool.give(address)
             raise
@@ -197,7 +197,7 @@ class PartitionedBucket:
         written = None if discard else self.writes.written()
         address = storage_ptr_of(self.gathered)
         if discard:  # a view that is kept shows what was written, which is no parameter's value
-            self.pool.owners.pop(address, None)
+            self.pool.contents.pop(address, None)
         # All references of ours go before the pool counts those that are left: only the program's keep a buffer from
         # being used again.
         self.hide()
@@ -227,7 +227,7 @@ class PartitionedBucket:
         self.gathered_by = gather
         gather.launch(kind, self)
         gather.finish()
-        self.pool.owners[storage_ptr_of(self.gathered)] = (self, self.generation)
+        self.pool.contents[storage_ptr_of(self.gathered)] = (self, self.generation)
         self.writes.snapshot()
 
     @outliving_pass()
@@ -255,16 +255,16 @@ class PartitionedBucket:
     @torch.no_grad()
     def write(self, param: ZeroParameter, values: torch.Tensor) -> None:
         """New values for one parameter, 1-D and whole, the same on every rank: this rank keeps its fragment."""
-        # The owner has waited for fetches that read a shard in host memory; afterwards its masters follow.
+        # The group has waited for fetches that read a shard in host memory; afterwards its masters follow.
         slot = param._zero.placed()[1]
         mine = self.layout.fragment(slot, self.gather.comm.rank)
-        with self.owner.writing(param) if self.owner is not None else nullcontext():
+        with self.param_group.writing(param) if self.param_group is not None else nullcontext():
             self.fragment_of(slot).copy_(values[mine.start :][: mine.numel])
         self.generation += 1
         # What is gathered, or on its way, follows: in place, after the all-gather, which would overwrite it.
         if self.status is not ZeroParamStatus.NOT_AVAILABLE:
             self.gathered_by.finish()
-            self.pool.owners[storage_ptr_of(self.gathered)] = (self, self.generation)
+            self.pool.contents[storage_ptr_of(self.gathered)] = (self, self.generation)
             shown = self.value(param)
             if values.data_ptr() != shown.data_ptr():
                 shown.copy_(values.view(shown.shape))

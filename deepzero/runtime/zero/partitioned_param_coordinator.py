@@ -44,21 +44,21 @@ def in_backward() -> bool:
 
 
 NO_ACTION = ModuleUse((), False, "")
-"""What a plan says about a use that it does not have."""
+"""What a plan says about a use that it does not have; and what is planned while the order is recorded."""
 
 WARN_AFTER_DROPS = 10
 """Plans dropped before a warning that they do not last."""
 
 
 class ModuleTrace:
-    """The uses of one kind of pass (``what``) in their order; once complete, the plan for the next time."""
+    """The uses of one optimizer step, or of one evaluation (``what``), in order; complete, the next one's plan."""
 
-    def __init__(self, what: str, numel: dict[int, int], limits: FetchLimits, is_rank0: bool) -> None:
-        self.what, self.numel, self.limits, self.is_rank0 = what, numel, limits, is_rank0
+    def __init__(self, what: str, bucket_numels: dict[int, int], limits: FetchLimits, is_rank0: bool) -> None:
+        self.what, self.bucket_numels, self.limits, self.is_rank0 = what, bucket_numels, limits, is_rank0
         self._recorded: list[ModuleUse] = []
         # None while the order is recorded.
         self.plan: FetchPlan | None = None
-        # Of the use under way; -1 between two passes.
+        # Of the use under way; -1 before the first.
         self.position = -1
         self.dropped = 0
 
@@ -83,7 +83,7 @@ class ModuleTrace:
 
     def _drop(self, plan: FetchPlan, following: int, where: str) -> None:
         if self.dropped == 0 and self.is_rank0:
-            expected = plan.uses[following].where if following < len(plan.uses) else "the end of the step"
+            expected = plan.uses[following].where if following < len(plan.uses) else "the end"
             log.warning(
                 "%s: the order of modules changed at %s (before: %s); recording it anew", self.what, where, expected
             )
@@ -93,7 +93,7 @@ class ModuleTrace:
                 "%s: the order of modules has changed %d times; without a plan that lasts nothing is prefetched",
                 self.what, WARN_AFTER_DROPS,
             )  # fmt: skip
-        # What came before is as it was recorded, so only the rest of the step is recorded anew.
+        # What came before is as it was recorded, so only the rest is recorded anew.
         self._recorded, self.plan = list(plan.uses[:following]), None
 
     def completed(self, key: int) -> None:
@@ -104,11 +104,11 @@ class ModuleTrace:
     def close(self) -> bool:
         """Compile what was recorded, if anything; the next use is the first again. Returns whether the plan is new."""
         before, end = self.plan, self.position + 1
-        # A step that ended early drops the plan, and makes another of what came.
+        # What ended early drops the plan, and makes another of what came.
         if self.plan is not None and not all(use.on_demand for use in self.plan.uses[end:]):
-            self._drop(self.plan, end, "the end of the step")
+            self._drop(self.plan, end, "the end")
         if self.plan is None and self._recorded:
-            self.plan = compile_plan(self._recorded, self.numel, self.limits)
+            self.plan = compile_plan(self._recorded, self.bucket_numels, self.limits)
         self.position = -1
         return self.plan is not before
 
@@ -137,11 +137,11 @@ class PartitionedParameterCoordinator:
         comm.ledger.untracked_kinds |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST}
         # Called when plans, or the ways in which buckets travel, are new; the memory model predicts from them.
         self.on_plan: Callable[[], None] = lambda: None
-        self._recording_numel = min(recording_numel, limits.live_numel)
+        self._recording_numel = min(recording_numel, limits.max_live_parameters)
         # Elements that a gathered bucket takes, padding included. With one rank none, so no limit releases it early.
-        self.numels = {bucket.key: 0 if bucket.in_place else bucket.layout.numel for bucket in buckets}
+        self.bucket_numels = {bucket.key: 0 if bucket.in_place else bucket.layout.numel for bucket in buckets}
         self.training, self.evaluation = (
-            ModuleTrace(what, self.numels, limits, comm.rank == 0) for what in ("training", "evaluation")
+            ModuleTrace(what, self.bucket_numels, limits, comm.rank == 0) for what in ("training", "evaluation")
         )
         self._trace = self.training
         # Keys of the use under way: its buckets are here and stay until the next one.
@@ -149,14 +149,14 @@ class PartitionedParameterCoordinator:
         # Keys of the buckets that are gathered or in flight, by last use, the oldest first.
         self.live: dict[int, None] = {}
         # Set by ``overlap_param_gather.py``, whose step fetches for the next one. Called at every use in training, with
-        # its record: returns the keys of what was fetched ahead, and is counted already. And when all is released.
-        self.take_over: Callable[[ModuleUse], Sequence[int]] = lambda use: ()
-        self.on_release_all: Callable[[], None] = lambda: None
+        # its record: returns the keys of what was fetched ahead, and is counted already.
+        self.adopt_ahead: Callable[[ModuleUse], Sequence[int]] = lambda use: ()
+        self.on_release_all: Callable[[], None] = lambda: None  # called when all is released
         self.pool, self.pools = pools[0], pools
-        self.pool.bucket_numels = {key: numel for key, numel in self.numels.items() if numel}
+        self.pool.bucket_numels = {key: numel for key, numel in self.bucket_numels.items() if numel}
         self._to_simulate = False
-        # The block of activation checkpointing that the backward pass runs again now (0: none); how many it has run.
-        self._run = self._runs = 0
+        # The block of activation checkpointing that is recomputed now (0: none); how many there were in this step.
+        self._recompute = self._recomputes = 0
         self.live_numel = self.max_live_numel = 0
 
     # ---- what the hooks call -----------------------------------------------------------------------------------------
@@ -166,8 +166,10 @@ class PartitionedParameterCoordinator:
         if in_backward():
             # Hooks that are not ours: non-reentrant checkpointing's, which keep views as they are.
             if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-                self._runs += 1
-                self._run, self.current = self._runs, frozenset()
+                self._recomputes += 1
+                self._recompute = self._recomputes
+                # Its first module is a use of its own, also of what is here: autograd keeps views from there on.
+                self.current = frozenset()
         elif torch.is_grad_enabled():
             self._switch(self.training)
         else:
@@ -179,14 +181,14 @@ class PartitionedParameterCoordinator:
     def end_forward(self) -> None:
         """The outermost module is left; after an evaluation nothing is kept."""
         if in_backward():
-            self._run = 0
+            self._recompute = 0
         elif self._trace is self.evaluation:
             changed = self._trace.close()
             self.release_all()
             if changed:
                 self._plans_changed()
             if self.training.position < 0:
-                self.pool.end_pass()
+                self.pool.end_step()
 
     def _switch(self, trace: ModuleTrace) -> None:
         if trace is not self._trace:
@@ -208,30 +210,19 @@ class PartitionedParameterCoordinator:
             keys = tuple(sorted(self.current.union(keys)))
         elif self.current.issuperset(keys):
             # The same buckets as the module before: no new use.
-            for key in keys if show else ():
-                self.buckets[key].show()
+            if show:
+                for key in keys:
+                    self.buckets[key].show()
             return
-        backward = in_backward()
-        self.comm.trail.position = f"{'backward' if backward else 'forward'} of {where}"
-        if backward and self._trace is self.evaluation:
-            # An evaluation between a forward pass and its backward pass has ended.
-            self._switch(self.training)
-        use = ModuleUse(keys, backward, where, on_demand, self._run)
-        planned = self._trace.advance(use)
-        forward = FORWARD if self._trace is self.training else EVALUATION
-        if not self.pool.uses:
-            self.pool.begin_pass()
-            for messages in self.pools[1:]:  # of one size, kept from pass to pass
-                messages.most_numel = messages.numel()
-        self.pool.uses.append(use)  # what is held at each use tells the pool how many buffers the plan will take
-        ahead = self.take_over(use) if self._trace is self.training else ()
+        use, planned = self._note_use(keys, where, on_demand)
+        ahead = self.adopt_ahead(use) if self._trace is self.training else ()
         # Release before fetching: the buffers that become free are those that the fetch takes.
         self.release_sub_module(keys, planned)
         # Mine first, as it is needed first. The order is that of the plan or of the keys, so the same on all ranks:
         # collectives that ranks launch in different orders are paired wrongly, and hang or exchange garbage.
-        fetches = [(key, BACKWARD if backward else forward, "") for key in keys]
-        if planned is not None:
-            fetches += [(key, BACKWARD if later else forward, "prefetch") for key, later in planned.prefetch]
+        kinds = {True: BACKWARD, False: FORWARD if self._trace is self.training else EVALUATION}
+        fetches = [(key, kinds[use.backward], "") for key in keys]
+        fetches += [(key, kinds[backward], "prefetch") for key, backward in (planned or NO_ACTION).prefetch]
         for key, kind, note in fetches:
             if key in self.live:
                 continue
@@ -257,21 +248,37 @@ class PartitionedParameterCoordinator:
                 self.live.pop(key, None)
                 self.live[key] = None
 
+    def _note_use(self, keys: tuple[int, ...], where: str, on_demand: bool) -> tuple[ModuleUse, ModuleUse | None]:
+        """The record of a use that begins, and what is planned for it; None: nothing, as the order is recorded."""
+        backward = in_backward()
+        self.comm.trail.position = f"{'backward' if backward else 'forward'} of {where}"
+        if backward and self._trace is self.evaluation:
+            # An evaluation between a forward pass and its backward pass has ended.
+            self._switch(self.training)
+        use = ModuleUse(keys, backward, where, on_demand, self._recompute)
+        planned = self._trace.advance(use)
+        if not self.pool.uses:
+            self.pool.begin_step()
+            for messages in self.pools[1:]:  # of one size, kept from step to step
+                messages.most_numel = messages.numel()
+        self.pool.uses.append(use)  # what is held at each use tells the pool how many buffers the plan will take
+        return use, planned
+
     def release_sub_module(self, keys: tuple[int, ...], planned: ModuleUse | None) -> None:
         """2: before ``keys`` are fetched, release what the modules before needed and the plan lets go.
 
         While recording (``planned`` is None) there is nothing to look ahead to: what was used longest ago goes, so that
         little more than two buckets is held.
         """
-        for key in planned.release if planned is not None else ():
+        for key in (planned or NO_ACTION).release:
             self.pool.released(key, self._release(key))
         # A use on demand that the plan does not have may need room that the plan did not leave.
-        limit = self._recording_numel if planned is None else self.limits.live_numel
-        total = self.live_numel + sum(self.numels[key] for key in keys if key not in self.live)
-        for key in [key for key in self.live if key not in keys] if total > limit else ():
+        limit = self._recording_numel if planned is None else self.limits.max_live_parameters
+        total = self.live_numel + sum(self.bucket_numels[key] for key in keys if key not in self.live)
+        for key in [key for key in self.live if key not in keys]:
             if total <= limit:
                 break
-            total -= self.numels[key]
+            total -= self.bucket_numels[key]
             self.pool.released(key, self._release(key))
 
     def end_passes(self) -> None:
@@ -281,22 +288,16 @@ class PartitionedParameterCoordinator:
             PartitionedUseError: a gathered parameter was written. The step has ended as on the other ranks.
         """
         self._switch(self.training)
-        problem = None
         try:
             self.release_all()
-        except PartitionedUseError as error:
-            # Raised when all else is done: the other ranks, whose program wrote nothing, have ended the step, and so
-            # does this one.
-            problem = error
-        if self.training.close():
-            self.pool.recorded()
-            self._plans_changed()
-        elif self._to_simulate:
-            self.predict_anew()
-        self._runs = 0
-        self.pool.end_pass()
-        if problem is not None:
-            raise problem
+        finally:  # the other ranks, whose program wrote nothing, end the step, and so does this one
+            if self.training.close():
+                self.pool.note_recorded()
+                self._plans_changed()
+            elif self._to_simulate:
+                self.predict_anew()
+            self._recomputes = 0
+            self.pool.end_step()
 
     def _plans_changed(self) -> None:
         # Simulating costs several passes over the plan. Where plans do not last, it waits until one has lasted a step.
@@ -306,7 +307,7 @@ class PartitionedParameterCoordinator:
         """Let training follow a rehearsed plan from its next use on, which has to be the first of a step."""
         self.training.plan = plan
         self.predict_anew()
-        self.pool.end_pass()
+        self.pool.end_step()
 
     def plans(self) -> list[FetchPlan]:
         """The plans that there are, training's first."""
@@ -329,8 +330,8 @@ class PartitionedParameterCoordinator:
         """A pass broke off; what it has written to parameters goes with it."""
         self.release_all(discard=True)
         self.training.reset()
-        self._run = self._runs = 0
-        self.pool.end_pass()
+        self._recompute = self._recomputes = 0
+        self.pool.end_step()
 
     def hide_all(self) -> None:
         """No module is under way any more: what is gathered stays, but parameters do not show it."""
@@ -358,13 +359,13 @@ class PartitionedParameterCoordinator:
         """Whether the bucket is one of this engine's."""
         return 0 <= bucket.key < len(self.buckets) and self.buckets[bucket.key] is bucket
 
-    def owner_of(self, tensor: torch.Tensor) -> PartitionedBucket | None:
+    def bucket_shown_by(self, tensor: torch.Tensor) -> PartitionedBucket | None:
         """The bucket whose present values ``tensor`` shows, gathered now or a view of what was, if any."""
         if tensor.layout is not torch.strided:
             return None
         # A view of a released bucket counts too while nothing has overwritten the buffer: what autograd saves as a
         # weight must not depend on when that happens.
-        bucket, generation = self.pool.owners.get(storage_ptr_of(tensor), (None, 0))
+        bucket, generation = self.pool.contents.get(storage_ptr_of(tensor), (None, 0))
         return bucket if bucket is not None and bucket.generation == generation else None
 
     # ---- what is gathered --------------------------------------------------------------------------------------------
@@ -383,8 +384,7 @@ class PartitionedParameterCoordinator:
 
     def secondaries(self) -> list[torch.Tensor]:
         """HpZ and MiCS: the secondary shards, which this rank keeps for its group."""
-        shards = (bucket.gather.secondary_shard for bucket in self.buckets)
-        return [shard for shard in shards if shard is not None]
+        return [shard for bucket in self.buckets if (shard := bucket.gather.secondary_shard) is not None]
 
     def clear(self) -> None:
         """Let go of free buffers."""
@@ -395,12 +395,12 @@ class PartitionedParameterCoordinator:
 
     def count_live(self, key: int, where: str) -> None:
         """A bucket is on its way, or here: it counts until it is released."""
-        self.live_numel += self.numels[key]
+        self.live_numel += self.bucket_numels[key]
         # More than the limit, and never before.
-        if self.live_numel > self.limits.live_numel >= self.max_live_numel and self.comm.rank == 0:
+        if self.live_numel > self.limits.max_live_parameters >= self.max_live_numel and self.comm.rank == 0:
             log.warning(
                 "%s needs %d gathered elements at once, more than stage3_max_live_parameters=%d (said once)",
-                where, self.live_numel, self.limits.live_numel,
+                where, self.live_numel, self.limits.max_live_parameters,
             )  # fmt: skip
         self.max_live_numel = max(self.max_live_numel, self.live_numel)
         self.live[key] = None
@@ -418,7 +418,7 @@ class PartitionedParameterCoordinator:
         if key not in self.live:
             return bucket.status is ZeroParamStatus.NOT_AVAILABLE
         del self.live[key]
-        self.live_numel -= self.numels[key]
+        self.live_numel -= self.bucket_numels[key]
         # A prefetch that nobody used: until it has arrived the buffer is the all-gather's.
         self._wait(key)
         if bucket.gather_refs:

@@ -15,11 +15,12 @@ and travel once per step.
     0 build           ``stage_1_and_2.py:ParamGroup._keep_fragments``: a fragment stays, in ``shard_S`` and master
     1 fetch           ``module_hooks.py:pre_forward``: its module is about to run, and needs its bucket
                       ``partitioned_param_coordinator.py:fetch_sub_module``: launch mine, launch the next, wait for mine
-                      ``partitioned_bucket.py:launch``: into a buffer of the pool
+                      ``partitioned_bucket.py:launch``: into a buffer, which ``buffer_pool.py:BufferPool.take`` gives
                       ``parameter_all_gather.py:PlainAllGather.launch``: each rank's shard, to all ranks, in place
                       ``partitioned_bucket.py:wait``, ``show``: complete; the parameter is a view of the buffer
                       ``module_hooks.py:pack``: autograd saves the weight, and is given where to find it instead
-    2 release         ``release_sub_module``, from the next fetch; ``partitioned_bucket.py:release``: a placeholder
+    2 release         ``partitioned_param_coordinator.py:release_sub_module``, from the next fetch
+                      ``partitioned_bucket.py:release``: a placeholder; the buffer goes back, by ``BufferPool.give``
     1 fetch           ``module_hooks.py:unpack``: the backward pass asks for the weight; ``fetch_sub_module`` as before
     3 gradient ready  ``ZeroStage3.reduce_ready_gradient``: it leaves for its owners as in stage 2
                       (``gradient_reduction.py``); with its bucket's last one the weights may go, too
@@ -46,7 +47,7 @@ from deepzero.placement import GroupPlan
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import unregister_owners
 from deepzero.runtime.zero.module_hooks import ModuleHooks
-from deepzero.runtime.zero.parameter_all_gather import SETUP, PlainAllGather, send_to_replicas
+from deepzero.runtime.zero.parameter_all_gather import SETUP, SETUP_BROADCAST, PlainAllGather, send_to_replicas
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
     PartitionedParameter,
@@ -88,10 +89,10 @@ def partition_model(
 
     ``planned`` and ``limit`` are from :func:`plan_partitioning`; ``dtype`` is the compute dtype; ``allocate`` and
     ``host_gather`` belong to what lives in host memory. Returns the groups as they were planned, the frozen ones
-    (``optimizer_group`` None) last, and what fetches their buckets.
+    last, and what fetches their buckets.
     """
     partitioned = {param for group in planned if group.partitioned for param in group.params}
-    trained = {param for group in planned if group.optimizer_group is not None for param in group.params}
+    trained = {param for group in planned if group.trained for param in group.params}
     for param in (p for p in names if p not in partitioned):
         # ``zero.Init`` cuts everything, as nothing tells it which parameters will be persistent.
         if isinstance(param, PartitionedParameter):
@@ -104,19 +105,19 @@ def partition_model(
     groups: list[ParamGroup] = []
     buckets: list[PartitionedBucket] = []
 
-    def build_bucket(owner: PartitionedParamGroup, layout: Bucket) -> PartitionedBucket:
+    def build_bucket(group: PartitionedParamGroup, layout: Bucket) -> PartitionedBucket:
         key = len(buckets)
-        make = host_gather if host_gather is not None and owner.placement.keeps_on_host(layout) else PlainAllGather
-        gather = builders[owner.optimizer_group is None](make(layout, dtype, comm, f"bucket {key}"))
-        params = [owner.params[slot.index] for slot in layout.slots]
-        buckets.append(PartitionedBucket(key, layout, params, owner.param_shard(layout), gather, pool, owner))
+        make = host_gather if host_gather is not None and group.placement.keeps_on_host(layout) else PlainAllGather
+        gather = builders[not group.placement.trained](make(layout, dtype, comm, f"bucket {key}"))
+        params = [group.params[slot.index] for slot in layout.slots]
+        buckets.append(PartitionedBucket(key, layout, params, group.param_shard(layout), gather, pool, group))
         return buckets[-1]
 
     for group in planned:
-        index, labels = group.optimizer_group, [names[p] for p in group.params]
+        labels = [names[p] for p in group.params]
         if group.partitioned:
             groups.append(PartitionedParamGroup(labels, group, dtype, comm, allocate, build_bucket))
-        elif index is not None:
+        else:
             groups.append(ParamGroup(labels, group, dtype, comm, allocate))
     # While the order of modules is recorded, room for two buckets: the one in use and the next.
     largest = max((bucket.layout.numel for bucket in buckets), default=0)
@@ -141,7 +142,7 @@ def place_buffers(model: nn.Module, comm: Communicator) -> None:
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 moved = buffer.to(comm.device).resolve_conj().resolve_neg().contiguous()
-                comm.broadcast("setup.broadcast", moved)
+                comm.broadcast(SETUP_BROADCAST, moved)
                 module._buffers[key] = moved
 
 
@@ -257,15 +258,12 @@ class PartitionedParamGroup(ParamGroup):
             if bucket.status is ZeroParamStatus.AVAILABLE:
                 bucket.writes.check(every_element=bucket.gather_refs > 0)  # what the program holds is gathered anew
 
-    # Partitioned parameters show values only while a module runs: a write is refused, or accepted, at once, and a
-    # bucket counts generations.
-
     def written(self) -> list[str]:
-        """None."""
+        """None: a write is refused, or accepted, at once."""
         return []
 
     def refresh_data_ptrs(self) -> None:
-        """Nothing."""
+        """Nothing: buckets count generations."""
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
@@ -276,7 +274,7 @@ class PartitionedParamGroup(ParamGroup):
         if masters is not None:
             bucket.shard.copy_(masters)
         # In fp32 the optimizer has written the shard itself. Either way graphs of older values end here.
-        bucket.generation += 1
+        bucket.mark_updated(None)
 
     @torch.no_grad()
     def release(self) -> None:
@@ -320,12 +318,11 @@ class ZeroStage3(ZeroStage1And2):
         groups: Sequence[ParamGroup],
         coordinator: PartitionedParameterCoordinator,
     ) -> None:
-        persistent = [group for group in groups if not isinstance(group, PartitionedParamGroup)]
-        super().__init__(persistent, gradients, gradients.comm)
+        super().__init__([group for group in groups if not group.partitioned], gradients, gradients.comm)
         self._model, self.coordinator = model, coordinator
         partitioned = [group for group in groups if isinstance(group, PartitionedParamGroup)]
-        self.partitioned = [group for group in partitioned if group.optimizer_group is not None]
-        self.frozen = [group for group in partitioned if group.optimizer_group is None]
+        self.trained_groups = [group for group in partitioned if group.placement.trained]
+        self.frozen_groups = [group for group in partitioned if not group.placement.trained]
         # Buckets whose shards have this step's values already: ``overlap_param_gather.py`` casts some of them earlier.
         self._updated: set[PartitionedBucket] = set()
         mark_persistent(model, self.groups)
@@ -348,15 +345,15 @@ class ZeroStage3(ZeroStage1And2):
             self.comm.trail.position = f"backward, gradient of {record.name}"
         super().reduce_ready_gradient(param, last_micro_batch)
 
-    def _partitioned(self, group: int, bucket: Bucket) -> PartitionedBucket | None:
-        """The bucket of ``gradients.groups[group]`` with its tensors; None: its parameters are persistent."""
+    def _bucket_of(self, group: int, bucket: Bucket) -> PartitionedBucket | None:
+        """``bucket`` of ``gradients.groups[group]``, with its tensors; None: its parameters are persistent."""
         found = self.gradients.groups[group]
         return found.buckets[bucket.index] if isinstance(found, PartitionedParamGroup) else None
 
     def _launched(self, group: int, bucket: Bucket) -> None:
         # This bucket's gradients are complete: a plan that is recorded now may release it from here on.
-        if (partitioned := self._partitioned(group, bucket)) is not None:
-            self.coordinator.training.completed(partitioned.key)
+        if (found := self._bucket_of(group, bucket)) is not None:
+            self.coordinator.training.completed(found.key)
 
     def backward_end(self, last_micro_batch: bool) -> None:
         """End a backward pass."""
@@ -381,11 +378,11 @@ class ZeroStage3(ZeroStage1And2):
 
         Persistent parameters go to the other ranks while the CPU steps on the next bucket.
         """
-        partitioned = self._partitioned(group, bucket)
-        if partitioned is None:
+        found = self._bucket_of(group, bucket)
+        if found is None:
             self.launch_all_gather(self.groups.index(self.gradients.groups[group]), bucket, wait_upload)
         else:
-            partitioned.mark_updated(wait_upload)
+            found.mark_updated(wait_upload)
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
@@ -394,12 +391,12 @@ class ZeroStage3(ZeroStage1And2):
         # Launched first, waited for last: persistent parameters travel while the others' masters are cast, and while
         # secondary shards are renewed.
         self.all_gather_dp_groups()
-        for group in self.partitioned:
+        for group in self.trained_groups:
             for bucket in group.buckets:
                 # Where the CPU steps, its kernel has written the cast parameters, and ``uploaded`` has counted them.
                 if not group.placement.steps_on_host(bucket.layout) and bucket not in self._updated:
                     group.cast_masters(bucket)
-        renew_copies([bucket for group in self.partitioned for bucket in group.buckets])
+        renew_copies([bucket for group in self.trained_groups for bucket in group.buckets])
         self.wait_all_gathers()
 
     # ---- between steps -----------------------------------------------------------------------------------------------
@@ -429,5 +426,5 @@ class ZeroStage3(ZeroStage1And2):
             if isinstance(param, PersistentParameter):
                 del param._zero
                 param.__class__ = nn.Parameter  # type: ignore[assignment]
-        for group in (*self.partitioned, *self.frozen):
+        for group in (*self.trained_groups, *self.frozen_groups):
             group.release()

@@ -83,15 +83,15 @@ class QuantizedAllGather(PlainAllGather):
 
     Once the error meter has found quantised values too far off, all travel as ``plain``.
 
-    ``buffers`` (uint8) has room for W messages of any bucket in ``scratch_bytes``, so that all buffers serve all.
+    ``pool`` (uint8) has room for W messages of any bucket in ``scratch_bytes``, so that all buffers serve all.
     """
 
-    def __init__(self, plain: PlainAllGather, quantizer: Quantizer, buffers: BufferPool, scratch_bytes: int) -> None:
+    def __init__(self, plain: PlainAllGather, quantizer: Quantizer, pool: BufferPool, scratch_bytes: int) -> None:
         super().__init__(plain.layout, plain.dtype, plain.comm, plain.where)
         self.source = plain.source
         self._plain, self.scratch_bytes = plain, scratch_bytes
         self.quantizer: Quantizer = quantizer
-        self.buffers: BufferPool = buffers
+        self.pool = pool
         self.message_bytes = quantizer.format.message_bytes(plain.layout.shard_numel)
         # Of the gather under way: what is decoded into, and where the pool's buffer for the messages is.
         self._gathered, self._address = torch.empty(0), 0
@@ -128,14 +128,14 @@ class QuantizedAllGather(PlainAllGather):
     def release_message(self) -> None:
         """Give the buffer of quantised messages back."""
         address, self._address = self._address, 0
-        self.buffers.give(address)
+        self.pool.give(address)
 
     def pack(self, values: torch.Tensor, message: torch.Tensor) -> None:
         """Quantise the shard's values."""
         self.quantizer.pack(values, self.quantizer.format.open(message, values.numel()))
 
     def _take(self, size: int) -> torch.Tensor:
-        buffer = self.buffers.take(max(size, self.scratch_bytes))
+        buffer = self.pool.take(self.scratch_bytes)
         self._address = storage_ptr_of(buffer)
         return buffer[:size]
 
@@ -152,7 +152,7 @@ class SecondaryAllGather(PlainAllGather):
         self.inner, self.source, self.quantizer = inner, inner.source, inner.quantizer
         self.scratch_bytes, self.message_bytes = inner.scratch_bytes, inner.message_bytes
         self.group: RankGroup = group
-        self.mics, self.frozen = mics and not frozen, frozen
+        self.mics, self.kept_for_good = mics and not frozen, frozen
         # W/H: how many messages a rank keeps for its group. They are kept as they travel, so quantised ones as bytes.
         self.kept_messages = self.comm.world_size // group.size
         dtype = torch.uint8 if self.quantizes else self.dtype
@@ -176,7 +176,7 @@ class SecondaryAllGather(PlainAllGather):
         training, group, inner = kind in TRAINING, self.group, self.inner
         if self._generation != into.generation or (training and not self._for_training):
             inner.launch(kind, into)  # from a disk it may raise, and then nothing arrives
-            self._arriving, self._for_training = into.generation, training or self.frozen
+            self._arriving, self._for_training = into.generation, training or self.kept_for_good
             return
         # The group's secondary shards, end to end, are the W messages: what arrives is bit for bit what arrived first.
         messages = inner.receive_into(into.gathered)
@@ -197,12 +197,12 @@ class SecondaryAllGather(PlainAllGather):
 
     def unquantized(self) -> PlainAllGather:
         """The strategy without quantisation, with an empty secondary shard of the other size."""
-        return SecondaryAllGather(self.inner.unquantized(), self.group, self.mics, self.frozen)
+        return SecondaryAllGather(self.inner.unquantized(), self.group, self.mics, self.kept_for_good)
 
     # ---- the new shard goes to those that keep it: MiCS, and frozen parameters ---------------------------------------
 
     def launch_to_replicas(self, bucket: PartitionedBucket) -> Pending | None:
-        """Launch this rank's new message to all ranks that keep it, one in each group; None with hpZ."""
+        """Launch this rank's new message to all ranks that keep it, one in each group. None: theirs are stale (hpZ)."""
         secondary, rank, world = self.secondary_shard, self.comm.rank, self.comm.world_size
         if not self.always_inside:
             return None
@@ -336,9 +336,7 @@ class QuantizationMonitor:
 
     def readings(self) -> dict[str, Any]:
         """The last measurement: ``weights`` and ``gradients`` in dB by bucket, and what goes ``unquantized`` since."""
-        return {
-            "weights": dict(self.weights), "gradients": dict(self.gradients), "unquantized": list(self.unquantized)
-        }  # fmt: skip
+        return {"weights": dict(self.weights), "gradients": dict(self.gradients), "unquantized": [*self.unquantized]}
 
     def _due(self) -> bool:
         """Whether the step under way, counted from 0, is measured."""
@@ -347,9 +345,7 @@ class QuantizationMonitor:
     def close_step(self, applied: bool) -> None:
         """An optimizer step is complete. A collective, if it was one that is measured.
 
-        Args:
-            applied: the parameters have changed. A step that was skipped counts for nothing, and the next one is
-                measured in its place.
+        One that was skipped is not ``applied``: it counts for nothing, and the next one is measured in its place.
         """
         self.fresh = applied and self._due()
         if self.fresh:
@@ -385,11 +381,11 @@ class QuantizationMonitor:
         self.weights, self.gradients = {}, {}
         before = len(self.unquantized)
         for bucket, pair in zip(weights, sums, strict=False):
-            if self._is_too_far("weights", short_name([param._zero.name for param in bucket.params]), pair):
+            if self._note_ratio("weights", short_name([param._zero.name for param in bucket.params]), pair):
                 # Nothing is gathered now. Both names, so that the old strategy's secondary shard is freed.
                 bucket.gather = bucket.gathered_by = bucket.gather.unquantized()
         for key, pair in zip(gradients, sums[len(weights) :], strict=True):
-            if self._is_too_far("gradients", self.names[key], pair) and reduce is not None:
+            if self._note_ratio("gradients", self.names[key], pair) and reduce is not None:
                 reduce.exact_buckets.add(key)
         if len(self.unquantized) > before:
             self._changed()
@@ -423,13 +419,9 @@ class QuantizationMonitor:
         rows = whole.unbind()
         rows[self.comm.rank].copy_(values)
         self.comm.all_gather(METER, whole.view(-1), where="error meter").wait()
-        total = torch.zeros_like(rows[0])
-        for row in rows:
-            total += row
-        pairs = total.view(-1, 2).tolist()
-        return [(signal, noise) for signal, noise in pairs]
+        return [(signal, noise) for signal, noise in sum(rows, torch.zeros_like(rows[0])).view(-1, 2).tolist()]
 
-    def _is_too_far(self, what: str, name: str, sums: tuple[float, float]) -> bool:
+    def _note_ratio(self, what: str, name: str, sums: tuple[float, float]) -> bool:
         """Note a ratio. Returns whether it is below the bound, so that ``name`` travels unquantised from now on."""
         signal, noise = sums
         if not (math.isfinite(signal) and math.isfinite(noise)) or signal == 0:
