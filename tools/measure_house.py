@@ -25,9 +25,9 @@ from deepzero.utils.closed_pipe import exit_with
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
-    "deepzero/config": (1687, 1150),
+    "deepzero/config": (1689, 1150),
     "deepzero/comm": (4354, 2720),
-    "deepzero/runtime": (4425, 3050),
+    "deepzero/runtime": (4455, 3050),
     "deepzero/runtime/zero": (5959, 4550),
     "deepzero/offload": (3593, 2500),
     "deepzero/checkpoint": (3683, 2610),
@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (525, 400),
     "deepzero/training": (1010, 380),
     "deepzero/compat": (3389, 1200),
-    "deepzero": (38_275, 23_500),
+    "deepzero": (38_307, 23_500),
     "tools": (6007, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_553, 17_000),
+    "tests": (32_603, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

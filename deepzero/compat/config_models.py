@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from deepzero.comm import process_group
 from deepzero.compat.optimizer_names import SCALE_ARGUMENTS
 from deepzero.config import deepspeed_keys as keys
-from deepzero.config.deepspeed_json import load_engine_config, read_mapping
+from deepzero.config.deepspeed_json import _chosen, _renamed, load_engine_config, read_mapping
 from deepzero.config.engine import EngineConfig, PrecisionConfig, resolve_batch
 from deepzero.config.strict import ConfigError, build
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
@@ -112,7 +112,7 @@ class DeepSpeedZeroConfig(_Zero):
 
 
 _FP16: Any = _model("_FP16", "fp16", PrecisionConfig, enabled=_OFF, dtype=(str, "fp16"))
-DeepSpeedBF16Config: Any = _model("DeepSpeedBF16Config", "bf16", _Nothing, enabled=_OFF)
+DeepSpeedBF16Config: Any = _model("DeepSpeedBF16Config", "bf16", _Nothing, enabled=_OFF, check_grad_overflow=_OFF)
 
 
 class DeepSpeedFP16Config(_FP16):
@@ -138,12 +138,12 @@ def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> Any:
     """The block ``fp16`` of a config."""
-    return DeepSpeedFP16Config(**(param_dict.get("fp16") or {}))
+    return DeepSpeedFP16Config(**_chosen(param_dict.get("fp16") or {}))
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Any:
     """The block ``bf16`` or ``bfloat16`` of a config."""
-    return DeepSpeedBF16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
+    return DeepSpeedBF16Config(**_chosen(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
 
 
 class DeepSpeedConfig:
@@ -162,9 +162,9 @@ class DeepSpeedConfig:
             setattr(self, name, getattr(settings, name))
         block = given.get("zero_optimization")
         self.zero_optimization_stage, self.zero_enabled = settings.zero.stage, settings.zero.stage > 0
-        self.zero_config = DeepSpeedZeroConfig(
-            **(block if isinstance(block, Mapping) else {"stage": settings.zero.stage})
-        )
+        block = _renamed(_chosen(block), "zero_optimization.") if isinstance(block, Mapping) else {}
+        numbers = {key: getattr(settings.zero, key, text) for key, text in block.items() if isinstance(text, str)}
+        self.zero_config = DeepSpeedZeroConfig(**{"stage": settings.zero.stage} | block | numbers)
         self.float16_config, self.bfloat16_config = get_float16_config(given), get_bfloat16_config(given)
         for name in ("optimizer", "scheduler"):
             for part in ("type", "params"):

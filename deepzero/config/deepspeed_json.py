@@ -130,15 +130,15 @@ def _text_of(config: str | os.PathLike[str]) -> tuple[str, str]:
     """A name for messages and the text itself, of a file or of the base64 of one."""
     path = Path(config)
     try:
-        return f"config {str(path)!r}", path.read_text(encoding="utf-8")
-    except OSError as error:
+        return f"config {str(path)!r}", path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:  # no text in UTF-8, or no path
         try:
             text = base64.urlsafe_b64decode(os.fspath(config)).decode()
         except ValueError:
             text = ""
         if text.lstrip().startswith("{"):
             return "config, a base64 text,", text
-        raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"config {str(path)!r} cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
 def _parsed(name: str, text: str) -> Any:
@@ -369,7 +369,7 @@ def _offload_block(block: Any, kind: type, where: str) -> dict[str, Any]:
         raise ConfigError(f'{where}={block!r} must be an object with settings, like {{"device": "cpu"}}')
     given, hints = _settled(_chosen(block), f"{where}."), get_type_hints(kind) | keys.NVME_MOOT
     moot = keys.NVME_MOOT if given.get("device") == "nvme" else keys.NVME_ALONE
-    kept = {key: value for key, value in given.items() if key not in moot}
+    kept = {key: value for key, value in given.items() if key not in moot or key not in hints}
     for key in hints.keys() & (given.keys() - kept.keys()):
         convert(hints[key], given[key], f"{where}.{key}")
     on = kept.get("device", "none") != "none"

@@ -48,6 +48,8 @@ class PrecisionConfig(Section):
         return self.dtype == "fp16" or self.check_grad_overflow
 
     def _check(self) -> None:
+        rule = "must be at most 127: a scale of more is none of fp32's numbers"
+        self.need(self.initial_scale_power < 128, "initial_scale_power", rule)
         rule = "is for precision.dtype=bf16: fp16 always skips, fp32 never does; leave it out"
         self.idle_unless(self.dtype == "bf16", rule, "check_grad_overflow")
 

@@ -32,11 +32,11 @@ class ModelConfig(Section):
     """Transformer blocks."""
     n_head: Count = 4
     """Attention heads; must divide ``n_embd``."""
-    n_kv_head: int | None = None
+    n_kv_head: Count | None = None
     """Key/value heads (grouped-query attention); None: as many as ``n_head``."""
     n_embd: Count = 128
     """Width of the residual stream."""
-    ffn_hidden: int | None = None
+    ffn_hidden: Count | None = None
     """Width of the feed-forward layer; None: 4 times ``n_embd``, or 8/3 of it rounded up to 64 for swiglu."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Before attention and feed-forward layer, and at the end."""

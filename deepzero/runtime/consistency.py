@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 import operator
@@ -115,20 +114,41 @@ def check_parameters(model: nn.Module) -> None:
                 f"buffer {name!r} is {buffer.layout}; deepzero gives every rank rank 0's buffers, and sends dense ones "
                 "only. Register its indices and its values as two buffers, or keep it as a plain attribute"
             )
-    places: list[tuple[int, int, int, str]] = []
+    places: list[tuple[int, int, str, nn.Parameter]] = []
     for name, param in model.named_parameters():
+        if param.layout is not torch.strided:
+            raise ConfigError(f"parameter {name!r} is {param.layout}; deepzero trains dense parameters")
         if param.is_complex() or param.dtype == torch.float64:
             raise ConfigError(f"parameter {name!r} is {param.dtype}; deepzero trains fp32, bf16 and fp16 parameters")
         # Without bytes: one whose engine has its states on the host.
         if param.numel() and not isinstance(param, PartitionedParameter) and param.untyped_storage().nbytes():
-            start = param.data_ptr()
-            places.append((param.untyped_storage().data_ptr(), start, start + param.nbytes, name))
-    for (storage, _, end, name), (other, start, _, another) in itertools.pairwise(sorted(places)):
-        if storage == other and start < end:
+            start, steps = param.data_ptr(), zip(param.shape, param.stride(), strict=True)
+            elements = 1 + sum((size - 1) * stride for size, stride in steps)
+            places.append((start, start + elements * param.itemsize, name, param))
+    cluster: list[tuple[int, int, str, nn.Parameter]] = []  # of extents that overlap
+    for place in sorted(places, key=lambda place: place[:2]):
+        if cluster and place[0] >= max(end for _, end, *_ in cluster):
+            _check_disjoint(cluster)
+            cluster = []
+        cluster.append(place)
+    _check_disjoint(cluster)
+
+
+def _check_disjoint(cluster: Sequence[tuple[int, int, str, nn.Parameter]]) -> None:
+    """Extents may overlap where no element does: of columns of one matrix. So bytes are claimed, one by one."""
+    if len(cluster) < 2:
+        return
+    first = cluster[0][0]
+    claimed = torch.zeros(max(end for _, end, *_ in cluster) - first, dtype=torch.int16)
+    for number, (start, _, name, param) in enumerate(cluster, start=1):
+        size = param.itemsize
+        mine = claimed.as_strided((*param.shape, size), (*(s * size for s in param.stride()), 1), start - first)
+        if other := int(mine.max()):
             raise ConfigError(
-                f"parameters {name!r} and {another!r} share memory but are two objects; tie them by assigning one "
-                "nn.Parameter to both places"
+                f"parameters {cluster[other - 1][2]!r} and {name!r} share memory but are two objects; tie them by "
+                "assigning one nn.Parameter to both places"
             )
+        mine.fill_(number)
 
 
 @dataclass(frozen=True)

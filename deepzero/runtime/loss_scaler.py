@@ -122,6 +122,12 @@ class DynamicLossScaler(LossScaler):
         # -1 is the step before the first one.
         self.iteration, self.last_overflow_iteration, self.hysteresis_left = 0, -1, hysteresis
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As above; a scale from before is none below this run's minimum, or an overflow would raise it."""
+        super().load_state_dict(state)
+        self.scale = max(self.scale, self.min_scale)
+        self.hysteresis_left = min(self.hysteresis_left, self.hysteresis)
+
     def update(self, overflow: bool) -> None:
         """Take note of one optimizer step, and change ``scale`` for the next one.
 

@@ -25,7 +25,7 @@ T is ``total_steps`` (``total_num_steps`` in DeepSpeed's); when it is not given,
 own waste no step on a rate of zero. DeepSpeed's count ``last_batch_iteration``, which is -1 after construction and 0
 after the first ``step()``: step k > 0 has the value of iteration k - 1, so warm-ups start *twice* at the bottom, and
 with the default ``warmup_min_lr`` of 0 the first two optimizer steps move no parameter; scripts tuned there get the
-same here. Where DeepSpeed warns and goes on (an unknown ``warmup_type``), these raise.
+same here. Where DeepSpeed warns and goes on these raise for an unknown ``warmup_type``, and warn of a long warm-up.
 
 Sources: ``runtime/lr_schedules.py`` in [DeepSpeed] for its names, defaults and values, against which they are tested;
 the cosine is that of [SGDR], in the form of [nanoGPT]; warm-up, stable, decay is that of [MiniCPM], with a fifth of the
@@ -145,7 +145,7 @@ class WarmupStableDecay(WarmupCosine):
     def _factor(self, done: int) -> float:
         # Warm-up, 1 or decay; where warm-up and decay overlap, the lower of the two.
         total = self._length("total_steps")
-        decay_steps = -(-total // 5) if self.decay_steps is None else self.decay_steps
+        decay_steps = -(-total // 5) if self.decay_steps is None else max(1, self.decay_steps)
         factor, left = min(1.0, (done + 1) / (self.warmup_steps + 1)), total - done
         if left >= decay_steps:
             return factor
@@ -227,7 +227,7 @@ class OneCycle(Curve):
 
     cycle_min_lr: PerGroup  # at both ends of the cycle
     cycle_max_lr: PerGroup  # in the middle
-    decay_lr_rate: float = 0.0  # after the cycle the rate is cycle_min_lr / (1 + decay_lr_rate * x)
+    decay_lr_rate: Annotated[float, AtLeast(0)] = 0.0  # after the cycle: cycle_min_lr / (1 + decay_lr_rate * x)
     cycle_first_step_size: Count = 2000  # iterations up
     cycle_second_step_size: NotNegative | None = None  # iterations down; None: as many as up
     cycle_first_stair_count: NotNegative = 0  # climb in so many stairs; 0: smoothly
@@ -412,6 +412,10 @@ def build_scheduler(
                 raise ConfigError(f"scheduler.type={config.type!r} needs scheduler.params.{name}, in optimizer steps")
             params[name] = total_steps
     curve, own = build(cls, params, "scheduler.params"), {float(group["lr"]) for group in optimizer.param_groups}
+    total, steps = (getattr(curve, f"total_{x}steps", None) for x in ("num_", ""))
+    warmup = getattr(curve, "warmup_num_steps", getattr(curve, "warmup_steps", 0))
+    if warmup > (total or steps or warmup) and process_group.rank() == 0:
+        log.warning("scheduler.params: the warm-up of %d steps is cut off, by the end of the whole schedule", warmup)
     for name in ("warmup_max_lr", "cycle_max_lr"):
         if len(own) > 1 and isinstance(one := getattr(curve, name, None), float) and process_group.rank() == 0:
             log.warning(

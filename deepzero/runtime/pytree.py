@@ -16,7 +16,7 @@ def _entries(value: Any) -> Mapping[Any, Any]:
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     return {}
 
 

@@ -93,6 +93,9 @@ def test_a_whole_config():
     assert config.zero_enabled and config.zero_config.offload_optimizer.device == "cpu"
     assert config.float16_config.enabled and not config.bfloat16_config.enabled
     assert (config.optimizer_name, config.optimizer_params, config.scheduler_name) == ("Adam", {"lr": 0.1}, None)
+    taken = {"stage": "2", "reduce_bucket_size": "5e8", "allgather_bucket_size": None, "cpu_offload_params": False}
+    checked = DeepSpeedConfig({**given, "zero_optimization": taken, "bf16": {"check_grad_overflow": True}})
+    assert (checked.zero_config.stage, checked.zero_config.reduce_bucket_size) == (2, 5 * 10**8)
     assert get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
     with pytest.raises(AssertionError, match="neither is given"):
         DeepSpeedConfig({})

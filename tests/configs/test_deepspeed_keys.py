@@ -160,6 +160,8 @@ def test_other_spellings_mean_the_same(given, plain):
     ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "must be an integer"),
     ({"zero_optimization": {"contiguous_gradients": "no"}}, "contiguous_gradients='no' must be true or false"),
     ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "^zero_optimization.offload_optimizer"),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pipeline_read": True}}}, "pipeline_read"),
+    ({"fp16": {"enabled": True, "initial_scale_power": 1024}}, "initial_scale_power=1024: must be at most 127"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "device=nvme needs the files' folder"),
     ({"zero_optimization": {"offload_optimizer": {"super_offload": True}}}, "super_offload' is a DeepSpeed key"),
     ({"bf16": {"enabled": "auto"}}, "auto"),
@@ -232,6 +234,12 @@ def test_satisfied_keys(key):
 def test_unreadable_files(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load_engine_config(tmp_path / "absent.json")
+    (tmp_path / "marked.json").write_text('{"train_batch_size": 4}', encoding="utf-8-sig")
+    assert load_engine_config(tmp_path / "marked.json").train_batch_size == 4
+    (tmp_path / "other.json").write_text('{"train_batch_size": 4}', encoding="utf-16")
+    for path, words in ((tmp_path / "other.json", "can't decode"), ("a\0b", "null byte")):
+        with pytest.raises(ConfigError, match=f"cannot be read: .*{words}"):
+            load_engine_config(path)
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(ConfigError, match="is not JSON"):
         load_engine_config(str(tmp_path / "broken.json"))

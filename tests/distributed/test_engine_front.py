@@ -367,10 +367,34 @@ class SharedMemory(nn.Module):
         self.b = nn.Parameter(self.a.data)
 
 
+class Fused(nn.Module):
+    """Two parameters of one matrix; by default its columns, which lie in one another's extent."""
+
+    def __init__(self, one=lambda w: w[:, :3], two=lambda w: w[:, 3:]):
+        super().__init__()
+        whole = torch.arange(48.0).view(8, 6)
+        self.one, self.two = nn.Parameter(one(whole)), nn.Parameter(two(whole))
+
+    def forward(self, x):
+        return (x @ torch.cat((self.one, self.two), 1)).sum()
+
+
+@on_ranks()
+def test_columns_of_one_matrix_are_two_parameters(rank, world):
+    for stage in (1, 3):
+        model = Fused()
+        engine = start(model, stage=stage, optimizer=SGD)
+        with deepzero.zero.GatheredParameters(list(model.parameters())):
+            assert torch.equal(torch.cat((model.one, model.two), 1), torch.arange(48.0).view(8, 6))
+        step_on(engine, torch.ones(2, 8))
+
+
 @on_ranks()
 def test_models_and_optimizers_that_cannot_be_partitioned(rank, world):
     for model, words in (
-        (SharedMemory(), "share memory"),
+        (SharedMemory(), "'a' and 'b' share memory"),
+        (Fused(lambda w: w[::2], lambda w: w[4:6]), "'one' and 'two' share memory"),
+        (nn.ParameterList([torch.eye(3).to_sparse()]), "'0' is torch.sparse_coo; deepzero trains dense"),
         (nn.ModuleDict({"precision": nn.Linear(2, 2, dtype=torch.float64)}), "'precision.weight' is torch.float64"),
         (nn.Linear(2, 2, dtype=torch.complex64), "complex64"),
     ):

@@ -81,6 +81,9 @@ class TestState:
         resumed = DynamicLossScaler(initial_scale=64.0, window=1)
         resumed.load_state_dict(saved)
         assert scales(resumed, [GOOD, GOOD, GOOD]) == [8, 16, 32]
+        resumed = DynamicLossScaler(initial_scale=64.0, hysteresis=1, min_scale=16.0)
+        resumed.load_state_dict(saved)
+        assert (resumed.scale, resumed.hysteresis_left) == (16, 1)
 
     def test_states_that_do_not_fit(self):
         with pytest.raises(ValueError, match=r"saved loss scaler is 'static', this run's is 'dynamic'"):

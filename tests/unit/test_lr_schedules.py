@@ -47,6 +47,8 @@ UP = {"warmup_steps": 3, "total_steps": 12, "decay_steps": 4}
     # Three straight parts; and without warm-up to a ratio.
     ("warmup_stable_decay", UP, [0.25, 0.5, 0.75, *[1.0] * 6, 0.75, 0.5, 0.25, 0.0]),
     ("warmup_stable_decay", {"total_steps": 4, "decay_steps": 2, "min_lr_ratio": 0.5}, [1, 1, 1, 0.75, 0.5, 0.5]),
+    # Without a decay no step of the run has any.
+    ("warmup_stable_decay", {"total_steps": 2, "decay_steps": 0}, [1, 1, 0, 0]),
     # A fifth by default: ceil(11 / 5) = 3 steps of decay, the first of them still at 1.
     ("warmup_stable_decay", {"total_steps": 11}, [*[1.0] * 9, 2 / 3, 1 / 3]),
 ])  # fmt: skip
@@ -152,6 +154,7 @@ class TestRefused:
         ("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, r"warmup_max_lr=\[0.1, 0.2\]: has 2 values.*1 parameter group"),
         ("WarmupLR", {"last_batch_iteration": -2}, r"last_batch_iteration=-2"),
         ("WarmupDecayLR", {"total_num_steps": 0}, r"total_num_steps=0: must be at least 1"),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "decay_lr_rate": -1}, r"decay_lr_rate=-1"),
         ("OneCycle", {}, r"needs cycle_min_lr, cycle_max_lr"),
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0}, r"cycle_first_step_size=0"),
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_momentum": True}, r"SGD has none"),
@@ -160,6 +163,14 @@ class TestRefused:
     def test_values_without_sense(self, kind, params, message):
         with pytest.raises(ConfigError, match=message):
             build_scheduler(SchedulerConfig(kind, params), sgd(), 10)
+
+    def test_a_warm_up_that_is_cut_off_is_said(self, caplog):
+        for kind, warmup in (("warmup_cosine", "warmup_steps"), ("WarmupDecayLR", "warmup_num_steps")):
+            build_scheduler(SchedulerConfig(kind, {warmup: 10}), sgd(), 10)
+            assert not caplog.records
+            build_scheduler(SchedulerConfig(kind, {warmup: 11}), sgd(), 10)
+            assert "the warm-up of 11 steps is cut off" in caplog.text
+            caplog.clear()
 
     def test_numbers_that_yaml_reads_as_strings(self):
         assert used("WarmupLR", {"warmup_min_lr": "1e-1", "warmup_num_steps": "1e1"}, 1) == [0.1]
@@ -335,7 +346,8 @@ def test_scheduler_works_with_a_curve_of_the_users():
 @pytest.mark.parametrize(("kind", "params", "said"), [
     ("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": 0.1, "cycle_first_step_size": 2}, 1),
     ("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": [0.1, 0.2], "cycle_first_step_size": 2}, 0),
-    ("WarmupDecayLR", {"total_num_steps": 5, "warmup_max_lr": None}, 0), ("WarmupDecayLR", {"total_num_steps": 5}, 1),
+    ("WarmupDecayLR", {"total_num_steps": 1000, "warmup_max_lr": None}, 0),
+    ("WarmupDecayLR", {"total_num_steps": 1000}, 1),
 ])  # fmt: skip
 def test_one_rate_for_groups_that_have_their_own_is_said(kind, params, said, caplog):
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in (0.05, 0.002)])
