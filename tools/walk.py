@@ -126,7 +126,7 @@ HOPS = (
         "in enumerate(|self._optimizer_step(", {"divisor": "divisor"}, whose="all"),
     Hop(STEP, "OptimizerShard._unscale_and_step", "the optimizer has stepped on the fragment",
         "grads = |.grad = grad|unscale_and_clip_grads(|optimizer.step()", MINE, "return", "all"),
-    Hop(PUBLISH, "ZeroStage1And2.publish_bucket", "but in stage 0 it leaves", ".copy_(|if not|self.launch_all"),
+    Hop(PUBLISH, "ZeroStage1And2.publish_bucket", "it is cast, and leaves", ".copy_(|if not|self.launch_all"),
     Hop(PUBLISH, "ZeroStage1And2.launch_all_gather", "my part lies in its place", "whole, |.all_gather(",
         {"cast": "w.shard"}),
     Hop(PUBLISH, "ZeroStage1And2.wait_all_gathers", "the buckets have arrived", "gather.wait()", NOW, "return", "all"),
