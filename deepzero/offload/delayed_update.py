@@ -130,30 +130,26 @@ class DelayedOptimizerShard(HostOptimizerShard):
             raise RuntimeError(self._broken) from error
         self.host.wire.meter.legs[ADAM].add(*update.result(), time.perf_counter() - began)
 
-    def apply_pending_update(self) -> bool:
+    def apply_pending_update(self) -> None:
         """Wait, and send what was written: after the next publication the parameters are those of the masters.
 
-        A collective. Returns whether there was anything to send.
+        A collective, called with an update pending alone.
 
         Raises:
             RuntimeError: on every rank. An update failed on one, or a parameter was written that it would change.
         """
-        if not self.update_pending:
-            self.wait_pending_update()
-            return False
         problem = None
         try:
             self._check_unwritten()
         except RuntimeError as error:
             problem = str(error)
         self.groups[0].comm.raise_on_all_ranks(problem)
-        return self._send()
+        self._send()
 
-    def _send(self) -> bool:
+    def _send(self) -> None:
         pending, self.update_pending = self.update_pending, False
         for upload in self.uploads if pending else ():
             upload.send()
-        return pending
 
     def drop_pending_update(self) -> None:
         """Forget what the update has written: everything is about to be replaced."""

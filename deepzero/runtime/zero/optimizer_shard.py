@@ -206,7 +206,7 @@ class OptimizerShard:
                 self._one_pass(grads=grads, out=outs, scale=divisor, only=masters)
             else:
                 self._unscale_and_step(masters, divisor)
-                for master, out in zip(masters, outs or [], strict=outs is not None):
+                for master, out in zip(masters, outs, strict=True) if outs is not None else ():
                     if out is not None:
                         out.copy_(master.view(-1))
         finally:
@@ -251,13 +251,8 @@ class OptimizerShard:
     def wait_pending_update(self) -> None:
         """Wait until masters and moments may be read: no thread steps on them."""
 
-    def apply_pending_update(self) -> bool:
-        """Send what a delayed update has written; the next publication brings it into the model. A collective.
-
-        Returns:
-            Whether there was one.
-        """
-        return False
+    def apply_pending_update(self) -> None:
+        """Send what a delayed update has written; the next publication brings it into the model. A collective."""
 
     def drop_pending_update(self) -> None:
         """Forget a delayed update: everything is about to be replaced."""
