@@ -37,6 +37,7 @@ from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats, Transf
 from deepzero.offload.pinned_arena import HostArena, PageLockError, Region
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.zero.partition_parameters import ZeroParameter
+from deepzero.utils.saved_tensor import SavedTensor, check_version
 
 log = logging.getLogger(__name__)
 
@@ -200,9 +201,9 @@ class HostActivations:
         return enough and storage._cdata not in self._stays
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Launch the copy down; or what comes back is the tensor itself, which stays."""
+        """Launch the copy down; or the tensor itself is kept, and stays."""
         if not self._moves(tensor):
-            return tensor
+            return SavedTensor.of(tensor)
         storage = tensor.untyped_storage()
         if (parked := self._parked.get(storage._cdata)) is None or parked.version != tensor._version:
             parked = Parked(tensor, self.buffers, next(self._serials), self._last() if self._last is not None else None)
@@ -228,14 +229,9 @@ class HostActivations:
 
     def _unpack(self, saved: Any) -> Any:
         """The tensor again, with the strides it had. May be called more than once."""
-        if not isinstance(saved, Saved):
-            return saved
-        if saved.watch._version != saved.version:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"{saved.dtype} tensor of shape {tuple(saved.shape)} is at version {saved.watch._version}, and version "
-                f"{saved.version} was saved"
-            )
+        if isinstance(saved, SavedTensor):
+            return saved.unpack()
+        check_version(saved.version, saved.watch, saved.shape)
         flat = self._fetch(saved.parked)
         with torch.no_grad():
             whole = flat[: flat.numel() // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)

@@ -14,6 +14,7 @@ from tests.distributed.training import (
     LENGTH,
     SGD,
     VOCAB,
+    WHOLE,
     TinyModel,
     built,
     check_alike,
@@ -386,7 +387,7 @@ def test_a_backward_pass_that_reached_no_parameter_leaves_nothing(rank, world, p
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks()
 def test_a_graph_of_before_the_step_raises(rank, world, stage):
     """As in torch, where it would use the new weights; one of a skipped step, or of this accumulation, may run."""
@@ -417,3 +418,22 @@ def test_an_optimizer_that_raises_leaves_no_gradient_on_its_masters(rank, world)
     with raises, pytest.raises(ValueError, match="on purpose"):
         one_step(engine, rank, world)
     assert all(master.grad is None for group in engine.zero.groups for master in group.masters)
+
+
+class InPlace(nn.Linear):
+    """Changes what autograd has saved."""
+
+    def forward(self, x):
+        y = super().forward(x).exp()
+        loss = y.sum()
+        y.add_(1)
+        return loss
+
+
+@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": {"cpu_checkpointing": True}}])
+@on_ranks(1)
+def test_a_change_in_place_is_noticed_behind_hooks_on_saved_tensors(rank, world, settings):
+    for stage in (2, 3):
+        engine = start(InPlace(LENGTH, 3), stage=stage, zero=WHOLE if stage == 3 else {}, **settings)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            engine.backward(engine(torch.ones(2, LENGTH)))

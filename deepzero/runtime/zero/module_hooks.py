@@ -42,6 +42,7 @@ from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
 from deepzero.utils.compile import is_compiled
 from deepzero.utils.dispatch import hide_from_checkpointing
+from deepzero.utils.saved_tensor import SavedTensor
 
 log = logging.getLogger(__name__)
 
@@ -271,7 +272,7 @@ class ModuleHooks:
         """
         # A tuple marks what is ours: theirs may return anything, a SavedWeight of an outer engine too.
         packed = tensor if recomputes else self.pack(tensor)
-        return (packed,) if isinstance(packed, SavedWeight) else pack(self.view_of(packed))
+        return (packed,) if isinstance(packed, SavedWeight) else pack(self.view_of(tensor))
 
     def _unpack_before(self, unpack: Callable[..., torch.Tensor], packed: Any) -> torch.Tensor:
         if isinstance(packed, tuple) and len(packed) == 1 and isinstance(packed[0], SavedWeight):
@@ -291,7 +292,7 @@ class ModuleHooks:
         # By storage pointer: a transposed, sliced or expanded weight has the storage of its bucket's buffer.
         owner = self.coordinator.bucket_shown_by(tensor)
         if owner is None:
-            return tensor
+            return SavedTensor.of(tensor)
         # Shape, strides and offset say which view it was: autograd saves the transposed weight of a linear layer.
         offset = int(tensor.storage_offset())
         return SavedWeight(owner.key, owner.generation, tensor.dtype, tensor.size(), tensor.stride(), offset)
@@ -309,7 +310,7 @@ class ModuleHooks:
     def unpack(self, packed: Any) -> torch.Tensor:
         """1 fetch, for the backward pass: in place of what was saved its view of the bucket, gathered again."""
         if not isinstance(packed, SavedWeight):
-            value: torch.Tensor = packed
+            value: torch.Tensor = packed.unpack() if isinstance(packed, SavedTensor) else packed
             return value
         bucket = self.coordinator.buckets[packed.key]
         # The graph of a double backward pass would save the view that is made here, whose values go with the bucket.

@@ -1,0 +1,39 @@
+"""The version check of autograd, for what goes through hooks on saved tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that autograd saved, and stays where it is; and the version that it had.
+
+    Torch compares versions of what it keeps itself, and cannot of what hooks have packed: a tensor that was changed in
+    place since, or a weight by a step, would give wrong gradients without a word.
+    """
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> SavedTensor:
+        """As it is now."""
+        return cls(tensor, tensor._version)
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, unchanged."""
+        check_version(self.version, self.tensor, self.tensor.shape)
+        return self.tensor
+
+
+def check_version(version: int, tensor: torch.Tensor, shape: Sequence[int]) -> None:
+    """Raise a RuntimeError in torch's words when ``tensor``, of this shape when it was saved, has another version."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{tensor.dtype} tensor of shape {tuple(shape)} is at version {tensor._version}, and version {version} was "
+            "saved"
+        )
