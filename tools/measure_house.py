@@ -28,8 +28,8 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1689, 1150),
     "deepzero/comm": (4354, 2720),
     "deepzero/runtime": (4455, 3050),
-    "deepzero/runtime/zero": (5959, 4550),
-    "deepzero/offload": (3593, 2500),
+    "deepzero/runtime/zero": (5944, 4550),
+    "deepzero/offload": (3585, 2500),
     "deepzero/checkpoint": (3683, 2610),
     "deepzero/launch": (730, 650),
     "deepzero/health": (643, 560),
@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (525, 400),
     "deepzero/training": (1010, 380),
     "deepzero/compat": (3389, 1200),
-    "deepzero": (38_307, 23_500),
+    "deepzero": (38_323, 23_500),
     "tools": (6007, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_603, 17_000),
+    "tests": (32_623, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
