@@ -45,13 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seconds", type=float, default=50.0, help="time to take, but for the first rehearsal (default 50)")
     arguments = parser.parse_intermixed_args(argv)
     composed.check_file("--json", arguments.json)
-    try:
-        advice = Search(question_of(arguments)).run()
-    except RuntimeError as error:
-        if "meta tensor" not in str(error):
-            raise
-        print(f"this model reads values while it runs, so that it cannot be rehearsed: {error}", file=sys.stderr)
-        return 2
+    advice = Search(question_of(arguments)).run()
     composed.write_json(arguments.json, as_dict(advice))
     print(text(advice))
     return 0 if advice.options or advice.waiting else NOTHING

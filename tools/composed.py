@@ -172,7 +172,7 @@ def load_program(text: str) -> TrainStep:
         raise ConfigError(f"--program {text}: give FILE.py:FUNCTION; there is no file {path or text!r}")
     if not path:
         raise ConfigError(f"--program {text}: give FILE.py:FUNCTION; no function is named")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(f"program_{Path(path).stem}", path)  # json.py is not to be json
     if spec is None or spec.loader is None:
         raise ConfigError(f"--program {text}: {path} is no Python file")
     module = importlib.util.module_from_spec(spec)

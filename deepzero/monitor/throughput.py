@@ -10,9 +10,13 @@ Sources: [data sheets] of the named products; [PaLM], appendix B, for what MFU i
 
 from __future__ import annotations
 
-# Name as torch reports it contains the first column (first match counts); TFLOP/s of bf16, fp16, fp32 (without TF32).
+import re
+
+# torch's name of it has the first column's words (first match counts); TFLOP/s of bf16, fp16, fp32 (without TF32).
 _PEAKS: tuple[tuple[str, float | None, float, float], ...] = (
     ("B200", 2250.0, 2250.0, 75.0),
+    ("GH200", 989.4, 989.4, 66.9),
+    ("H200 NVL", 835.0, 835.0, 60.0),
     ("H200", 989.4, 989.4, 66.9),
     ("H100 PCIe", 756.0, 756.0, 51.2),
     ("H100 NVL", 835.0, 835.0, 60.0),
@@ -28,9 +32,11 @@ _PEAKS: tuple[tuple[str, float | None, float, float], ...] = (
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Operations per second that one device can do in bf16, fp16 or fp32; None when it is not known."""
+    """Operations per second that one device can do in bf16, fp16 or fp32; None: not known, as of a MIG slice."""
     column = ("bf16", "fp16", "fp32").index(dtype)
-    tera = next((peaks[column] for name, *peaks in _PEAKS if name in device_name), None)
+    # Whole words: an RTX A1000 is no A100, and an L40 no L4.
+    known = (peaks[column] for name, *peaks in _PEAKS if re.search(rf"\b{name}\b", device_name))
+    tera = None if " MIG " in device_name else next(known, None)
     return None if tera is None else tera * 1e12
 
 

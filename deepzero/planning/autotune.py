@@ -154,9 +154,8 @@ class Search:
         for checkpointing in self.space.checkpointing():
             for micro_batch, accumulation in self.space.batches():
                 estimate = self.estimator(Setting(*family, checkpointing, micro_batch, accumulation))
-                if self._beyond(estimate)[0] > 0:
-                    break
-                found.append(estimate)
+                if self._beyond(estimate)[0] <= 0:  # a larger one may: with one micro-batch a step nothing is summed
+                    found.append(estimate)
         if not found:
             return []
         fits = [one for one in found if self._likely(one)] or found
@@ -269,8 +268,8 @@ class Search:
     def _smallest(
         self, families: Sequence[tuple[int, Offloaded]], checkpointing: Sequence[bool], micro_batch: int | None = None
     ) -> list[Estimate]:
-        first, accumulation = self.space.batches()[0]
-        settings = [Setting(*f, kept, micro_batch or first, accumulation) for f in families for kept in checkpointing]
+        batches = self.space.batches() if micro_batch is None else [(micro_batch, self.space.batches()[0][1])]
+        settings = [Setting(*f, kept, *batch) for f in families for kept in checkpointing for batch in batches]
         return [self.estimator(setting) for setting in settings]
 
 

@@ -5,8 +5,8 @@ are on the meta device, the other ranks are not there (``DryRunCommunicator``), 
 stage 3 the first step records the trace, as always, and what is compiled from it is the :class:`FetchPlan` that the
 second step executes: what comes out of here is that object itself, and a real engine can be given it (:func:`follow`).
 
-What cannot be run dry is a model whose path depends on values (experts that are chosen by the data): torch then
-raises, because the meta device has none.
+What cannot be run dry is a model whose path depends on values (experts that are chosen by the data), because the meta
+device has none: :func:`refuse_reading_values`.
 """
 
 from __future__ import annotations
@@ -128,11 +128,13 @@ def dry_run(
         limit: weigh what is held at every event of the last step, and keep about so many points; None: do not.
 
     Raises:
-        ConfigError: settings that do not fit together or this many ranks, as in a run; a model without a scalar loss.
+        ConfigError: settings that do not fit together or this many ranks, as in a run; a model without a scalar loss,
+            or one that reads values.
     """
     who = DryRunRank(rank, world.world_size, world.device_type, world.ranks_of_host)
     meter, arrived, recording = WorkMeter(), list[str](), list[Event]()
-    with meter, fused_attention(world.device_type), quiet(), contextlib.ExitStack() as running:
+    device = fused_attention(world.device_type)
+    with meter, device, quiet(), refuse_reading_values(), contextlib.ExitStack() as running:
         engine = _build(program, who, arrived)
         running.enter_context(nothing_is_packed())  # the model, and with it its library, is there by now
         ledger, recorder = engine.ledger, None
@@ -241,6 +243,18 @@ def quiet(level: int = logging.WARNING) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def refuse_reading_values() -> Iterator[None]:
+    """Make a :class:`ConfigError` of what torch raises where a program reads values of the meta device."""
+    try:
+        yield
+    except RuntimeError as error:  # also its NotImplementedError, of an operator whose result's shape depends on values
+        if "meta" not in str(error).lower():
+            raise
+        said = str(error).partition("\n")[0]
+        raise ConfigError(f"this model reads values while it runs, so that it cannot be rehearsed: {said}") from error
 
 
 def loss_of(program: TrainStep, output: Any) -> torch.Tensor:

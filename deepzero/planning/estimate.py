@@ -25,7 +25,7 @@ from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.layout import bucket_limit
 from deepzero.planning.clusters import Cluster
-from deepzero.planning.dry_run import ClusterShape, TrainStep, loss_of, quiet, without_values
+from deepzero.planning.dry_run import ClusterShape, TrainStep, loss_of, quiet, refuse_reading_values, without_values
 from deepzero.planning.op_cost import WorkMeter, fused_attention
 from deepzero.runtime.build import Dtypes
 from deepzero.runtime.memory_model import Elements, StateSizes, predicted_memory
@@ -148,7 +148,7 @@ class Estimator:
         )
         run = dataclasses.replace(self.run, model=model_config, engine=engine)
         program, meter = self.make(run, self.world.world_size), WorkMeter()
-        with meter, fused_attention(self.world.device_type):
+        with meter, fused_attention(self.world.device_type), refuse_reading_values():
             with torch.device("meta"):
                 model = program.model().to(self.dtypes.compute)
             for param in model.parameters():

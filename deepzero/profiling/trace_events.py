@@ -11,6 +11,7 @@ import bisect
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -161,7 +162,7 @@ def _content(path: Path) -> Any:
     try:
         data = path.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise TraceError(f"{path} cannot be read: {error}") from None
     if not data.strip():
         raise TraceError(f"{path} is empty: the run that wrote it was cut short; record again")

@@ -176,6 +176,14 @@ def test_a_global_batch_is_kept():
     assert (run.engine.train_batch_size, run.engine.train_micro_batch_size_per_gpu) == (12, 3)
 
 
+def test_one_micro_batch_a_step_may_fit_where_several_smaller_ones_do_not():
+    """Of stages 0 and 1 several sum their gradients in fp32."""
+    given = (*WIDE, "zero.stage=1", "offload=none", "model.activation_checkpointing=false")
+    fits, none = (Search(ask(*given, memory=memory, global_batch=4)).run() for memory in (2.7e8, 2e8))
+    assert {(one.setting.micro_batch, one.setting.accumulation) for one in fits.options} == {(2, 1)}
+    assert [one.setting.micro_batch for one in none.refused] == [2]
+
+
 def test_nothing_fits(capsys, tmp_path):
     file, given = tmp_path / "advice.json", ["offload=none", "model.activation_checkpointing=false"]
     status = tool.main([*WIDE, "--ranks", "2", "--memory-gb", "0.06", *given, "--json", str(file)])

@@ -173,7 +173,9 @@ def test_peaks():
     assert peak_flops("Tesla V100-SXM2-16GB", "bf16") is None
     assert peak_flops("Tesla V100-SXM2-16GB", "fp16") == 125e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
-    assert peak_flops("cpu", "fp32") is None
+    others = ("cpu", "NVIDIA RTX A1000", "NVIDIA L40", "NVIDIA T400 4GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    assert [peak_flops(name, "fp32") for name in others] == [None] * 5
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == peak_flops("NVIDIA GH200 480GB", "bf16") == 989.4e12
 
 
 def watched(run_dir, **options):

@@ -1,6 +1,7 @@
 """``tools.plan``, ``tools.simulate``, ``tools.advise`` from the command line: what is said, and odd input."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,20 @@ def make():
 
 def number():
     return 3
+
+class Reads(Net):
+    def forward(self, x):
+        return super().forward(x) * READ(x)
+
+def reads():
+    global READ
+    READ = lambda x: x.sum().item()
+    return TrainStep(Reads, make().batch, load_engine_config(CONFIG))
+
+def chooses():
+    global READ
+    READ = lambda x: x.nonzero().sum()
+    return TrainStep(Reads, make().batch, load_engine_config(CONFIG))
 """
 
 
@@ -59,6 +74,8 @@ def test_a_plan(folder, capsys):
 def test_a_plan_for_a_module_of_ones_own(folder, capsys):
     assert plan.main(["--program", "mine.py:make", "--ranks", "4"]) == 0
     assert "stage 3, 417 parameters, 4 ranks" in capsys.readouterr().out
+    Path("json.py").write_text(PROGRAM)
+    assert plan.main(["--program", "json.py:make", "--ranks", "4"]) == 0 and sys.modules["json"] is json
 
 
 def test_a_plan_for_a_hugging_face_model(folder, capsys):
@@ -104,6 +121,8 @@ def test_a_wrong_rank_ends_with_its_own_status(folder, capsys):
     (plan, ["--program", "mine.py:other"], "mine.py has no function 'other'"),
     (plan, ["--program", "mine.py:number"], "number() returned an int, not a TrainStep"),
     (plan, ["--program", "mine.py:make", "zero.stage=1"], "leave out the others"),
+    (plan, ["--program", "mine.py:reads"], "this model reads values while it runs, so"),
+    (plan, ["--program", "mine.py:chooses"], "this model reads values while it runs, so"),
     (simulate, ["--cluster", "h200"], "cluster=h200: there are h100"),
     (simulate, ["--cluster", "h100,flops=x"], "flops=x is no number"),
     (simulate, ["--cluster", "dgx_2h", "--ranks", "24"], "--ranks-per-node 16: does not divide the 24 ranks"),

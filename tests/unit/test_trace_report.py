@@ -126,6 +126,10 @@ def test_advice_names_settings_that_exist():
 def test_a_compressed_file(tmp_path):
     plain, packed = cpu_trace(tmp_path / "a.json"), tmp_path / "b.json.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
+    broken = tmp_path / "c.json.gz"
+    broken.write_bytes(packed.read_bytes()[:10] + b"\7" * 20)
+    with pytest.raises(TraceError, match=r"c\.json\.gz cannot be read: Error -3 while decompressing"):
+        Trace(broken)
     assert read(packed).steps == read(plain).steps
 
 
