@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("say which numbers are wanted: --dtype bf16 or fp16, or --dtype fp32, the masters themselves")
     try:
         done = export(**vars(options))
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         print(f"export: {error}", file=sys.stderr)
         return 1
     print(f"{done.folder}: {done.tensors} tensors, {done.bytes} bytes in {', '.join(done.files)}")

@@ -307,7 +307,7 @@ class _Job:
             try:
                 with _FOLDERS:
                     folders.prune(target.folder, target.tag, target.keep_last)
-            except (OSError, CheckpointError) as error:  # ``latest`` may be damaged
+            except Exception as error:  # ``latest`` may be damaged; and the others wait
                 log.warning("%s: old checkpoints could not be removed (%s)", target.folder, reason(error))
         self.channel.set("pruned", "")
         return problem

@@ -142,9 +142,9 @@ def _no_latest(folder: Path) -> CheckpointError:
 def others(load_dir: str | Path, tag: str | None) -> list[Path]:
     """The complete checkpoints beside the one that :func:`find` was asked for, newest first; none for a wrong tag."""
     folder = Path(os.path.expanduser(load_dir))
-    if is_complete(folder) or (folder / MANIFEST).exists():
-        folder, tag = folder.parent, folder.name
-    elif (folder / RUN_CHECKPOINTS).is_dir():
+    if tag is None and (is_complete(folder) or (folder / MANIFEST).exists()):
+        folder, tag = folder.absolute().parent, folder.absolute().name
+    elif (folder / RUN_CHECKPOINTS).is_dir() and not (folder / LATEST).exists():
         folder /= RUN_CHECKPOINTS
     if tag is not None and not os.path.lexists(folder / tag):
         return []
@@ -208,11 +208,20 @@ def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool)
     final, aside = folder / manifest.tag, folder / f"{REPLACED}{manifest.id}-{manifest.tag}"
     if final.exists():
         final.replace(aside)
-    temporary.replace(final)
-    flush_folder(folder)  # before ``latest`` names it, and before what it takes the place of is removed
-    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        temporary.replace(final)
+        flush_folder(folder)  # before ``latest`` names it, and before what it takes the place of is removed
+        if save_latest:
+            write_whole(folder / LATEST, f"{final.name}\n".encode())
+    except Exception:  # a save that fails leaves everything as it was
+        if not temporary.exists():
+            final.replace(temporary)
+        if aside.exists():
+            aside.replace(final)
+        raise
     if save_latest:
-        point_latest(final)
+        flush_folder(folder)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def point_latest(path: Path) -> None:
@@ -324,7 +333,13 @@ class FolderLocks:
             if (held := self._current(folder)) is not None:
                 self._held[os.dup(held)] = self._held[held]
                 return
-            handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            except PermissionError:
+                if not os.access(folder / LOCK, os.R_OK):
+                    raise
+                # Another user's, in a folder of a group: who holds a lock need not write.
+                handle = os.open(folder / LOCK, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(f"cannot write to {folder}: {error.strerror}; choose another folder") from None
         try:
@@ -338,8 +353,9 @@ class FolderLocks:
         except OSError:
             pass  # a file system without locks: writing goes on as it would without this check
         try:
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         except OSError:  # no room for the words: nothing of us stays
             (folder / LOCK).unlink(missing_ok=True)
             os.close(handle)

@@ -35,10 +35,7 @@ log = logging.getLogger(__name__)
 
 def _finish(reference: weakref.ref[Saver]) -> None:
     if (saver := reference()) is not None:
-        try:
-            saver.wait()
-        except CheckpointError as error:
-            log.error("%s", error)
+        saver.wait()
 
 
 class Checkpointer:
@@ -100,8 +97,8 @@ class Checkpointer:
         with together(own_words):
             engine.check("save_checkpoint")
             check_tag(tag)
-            if keep_last is not None and keep_last < 1:
-                raise CheckpointError(f"keep_last={keep_last} must be at least 1")
+            if keep_last is not None and (keep_last < 1 or not hasattr(keep_last, "__index__")):
+                raise CheckpointError(f"keep_last={keep_last} must be at least 1, and a whole number")
             for group in engine.zero.groups:
                 group.sync_masters_from_params()
         agree_on("save_checkpoint", {
@@ -256,4 +253,7 @@ class Checkpointer:
                 log.warning("other bits from here on: %s", other)
             loader.restore_rng()
             if manifest.precision == engine.config.precision.dtype == "fp16":
-                engine.scaler.load_state_dict(manifest.loss_scaler)
+                if (kind := manifest.loss_scaler.get("kind")) == engine.scaler.kind:
+                    engine.scaler.load_state_dict(manifest.loss_scaler)
+                elif engine.comm.rank == 0:
+                    log.warning("the loss scale is %s, as this run has it: it was %s", engine.scaler.kind, kind)

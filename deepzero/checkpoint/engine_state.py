@@ -331,6 +331,8 @@ def _parameters(
     for param, (name, *aliases) in holdings.names().items():
         group = groups.get(name)
         computed = group is not None and param.is_floating_point()
+        if param.dtype not in DTYPES:
+            raise CheckpointError(f"nothing was saved. {name!r} is {param.dtype}, which a checkpoint cannot hold")
         found[name] = ParameterInfo(
             shape=tuple(param.shape),
             dtype=DTYPES[holdings.compute_dtype if computed else param.dtype],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def as_folder(call: str, folder: str | Path) -> Path:
     with together():
         if not str(folder).strip():
             raise CheckpointError(f'{call}({folder!r}): no folder is named; "." is the current one')
-    return Path(folder).expanduser()
+    return Path(os.path.expanduser(folder))
 
 
 @contextlib.contextmanager

@@ -164,7 +164,7 @@ def write_model(
     temporary = folder / f"{EXPORTING}{uuid.uuid4().hex[:12]}"
     made: list[Path] = []
     try:
-        with _said(lambda error: f"cannot write to {folder}: {error.strerror}"):
+        with saying(lambda error: f"cannot write to {folder}: {error.strerror}"):
             older = _older(folder, filename, extra or {})
             _check_folder(folder, older, replace)
             for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
@@ -173,7 +173,7 @@ def write_model(
             room_for(folder, "the model", total, "choose another folder")
             temporary.mkdir()
         untouched = "the model was not written, and what was there before is untouched"
-        with _said(lambda error: f"{error.filename or folder}: {error.strerror}; {untouched}"):
+        with saying(lambda error: f"{error.filename or folder}: {error.strerror}; {untouched}"):
             for name, plans in zip(names, files, strict=True):
                 _write_file(temporary / name, plans, values)
             for name, raw in small.items():
@@ -189,7 +189,7 @@ def write_model(
 
 
 @contextlib.contextmanager
-def _said(words: Callable[[OSError], str]) -> Iterator[None]:
+def saying(words: Callable[[OSError], str]) -> Iterator[None]:
     """What the system says inside is raised as a :class:`CheckpointError` of these words."""
     try:
         yield
@@ -355,7 +355,7 @@ def export(
         )
     extra = {}
     if hf_config is not None:
-        with _said(lambda error: f"{hf_config}: {error.strerror}"):
+        with saying(lambda error: f"{hf_config}: {error.strerror}"):
             extra["config.json"] = Path(hf_config).read_bytes()
     files = divide(sources, max_bytes)
 
@@ -369,8 +369,9 @@ def export(
                     reader.read([Entry(key, name, start, piece)])
                 yield convert(piece, plan)
 
-    names = write_model(Path(out), files, values(), MODEL_FILE, force, extra)
-    return Exported(Path(out), names, len(sources), sum(plan.nbytes for plan in sources), tuple(left_out))
+    folder = Path(os.path.expanduser(out))
+    names = write_model(folder, files, values(), MODEL_FILE, force, extra)
+    return Exported(folder, names, len(sources), sum(plan.nbytes for plan in sources), tuple(left_out))
 
 
 def _stripped(name: str, prefix: str) -> str:

@@ -1,4 +1,4 @@
-"""Verify: everything that can be wrong with a checkpoint on disk, all of it, by file and tensor. No process group.
+"""Verify: what is wrong with a checkpoint on disk, all that can be told apart, by file and tensor. No process group.
 
 Loading stops at the first damage. This goes on: COMMIT, the manifest's hash, presence and size of every file, the
 CRC-32 of every block and the SHA-256 of the whole, the safetensors header against the manifest's rows, rows against
@@ -20,7 +20,16 @@ from pathlib import Path
 from deepzero.checkpoint.checkpoint_dir import find, others
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.json_codec import ITEMSIZE
-from deepzero.checkpoint.manifest import COMMIT, MANIFEST, Manifest, ShardInfo, listed, row_problems, shard_name
+from deepzero.checkpoint.manifest import (
+    COMMIT,
+    MANIFEST,
+    Manifest,
+    ShardInfo,
+    check_sound,
+    listed,
+    row_problems,
+    shard_name,
+)
 from deepzero.checkpoint.reader import READ_BYTES, merge, read_header
 
 
@@ -49,6 +58,10 @@ def verify(checkpoint: str | Path, tag: str | None = None) -> VerifyReport:
     if (manifest := report.manifest) is not None:
         for check in (_check_files, _check_extra, _check_rows):
             report.problems += _understood(check(report, manifest))
+        try:
+            check_sound(manifest, MANIFEST)
+        except CheckpointError as error:  # what loading would refuse, where nothing above has found it
+            report.problems = report.problems or [str(error).replace(" ", ": ", 1)]
     return report
 
 

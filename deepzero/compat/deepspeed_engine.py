@@ -262,9 +262,11 @@ class DeepSpeedEngine(EngineGetters):
         if not self.state.destroyed:
             self.reload_states()  # the model keeps its values
             super().destroy()
-            self.checkpointer.close()
-            undress(self.optimizer)
-            self.frozen_parameters.thaw()
+            try:
+                self.checkpointer.close()
+            finally:  # the last save may have failed
+                undress(self.optimizer)
+                self.frozen_parameters.thaw()
 
     @classmethod
     def of(cls, model: Any) -> DeepSpeedEngine | None:

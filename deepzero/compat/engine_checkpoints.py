@@ -6,6 +6,7 @@ and arguments to the engine's :class:`~deepzero.checkpoint.checkpointer.Checkpoi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def save_checkpoint(  # noqa: D417  of the method
         save_latest: let the file ``latest`` name it, which is what is loaded without a tag.
         exclude_frozen_parameters: leave out parameters that are not trained.
         asynchronous: return after a copy was taken in memory, and write in the background. The next save, the end
-            of the program and :meth:`wait_for_checkpoint` wait for it, and raise what it failed with.
+            of the program and :meth:`wait_for_checkpoint` wait for it, and raise what it failed with: the end of one
+            that deepzero's launcher has not started is told by Python, which leaves the exit status as it is.
         keep_last: remove older checkpoints whose tags differ from ``tag`` by digits only, but for the newest.
 
     Raises a CheckpointError on every rank; what was saved before is untouched.
@@ -46,7 +48,7 @@ def save_checkpoint(  # noqa: D417  of the method
     with_frozen = not exclude_frozen_parameters
     self.checkpointer.save(save_dir, tag, client_state, save_latest, with_frozen, asynchronous, keep_last)
     if self.global_rank == 0:
-        zero_to_fp32.leave_script(Path(save_dir).expanduser())
+        zero_to_fp32.leave_script(Path(os.path.expanduser(save_dir)))
     return True
 
 
@@ -120,7 +122,7 @@ def load_checkpoint(  # noqa: D417  of the method
             "load_checkpoint(custom_load_fn=…): deepzero fills partitions and has no whole state dict to give; "
             "give the model other names or values before deepzero.initialize, or use load_module_strict=False"
         )
-    latest = Path(load_dir).expanduser() / LATEST_UNIVERSAL
+    latest = Path(os.path.expanduser(load_dir)) / LATEST_UNIVERSAL
     if tag is None and self.config.load_universal and latest.is_file():
         tag = latest_tag(latest.parent, LATEST_UNIVERSAL)
     return self.checkpointer.load(

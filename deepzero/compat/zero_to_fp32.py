@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -25,7 +26,7 @@ from torch import nn
 
 from deepzero.checkpoint.checkpoint_dir import SCRIPT, is_complete
 from deepzero.checkpoint.errors import CheckpointError, agree_on, together
-from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, INDEX_SUFFIX, MODEL_FILE, PRECISIONS, export
+from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, INDEX_SUFFIX, MODEL_FILE, PRECISIONS, Exported, export, saying
 from deepzero.checkpoint.manifest import BUFFER, Entry, listed
 from deepzero.checkpoint.reader import CheckpointReader, read_own
 from deepzero.compat import deepspeed_checkpoint
@@ -65,7 +66,8 @@ class LazyTensor:
 
 
 def _open(checkpoint_dir: str | Path, tag: str | None, trained_only: bool = False) -> CheckpointReader:
-    reader = deepspeed_checkpoint.read(Path(checkpoint_dir), tag, weights=True) or read_own(checkpoint_dir, tag)
+    folder = Path(os.path.expanduser(checkpoint_dir))
+    reader = deepspeed_checkpoint.read(folder, tag, weights=True) or read_own(folder, tag)
     for file in reader.manifest.files if reader.checks_files else ():
         reader.check(file, ())
     infos = reader.manifest.parameters.items()
@@ -101,7 +103,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         add(info.values_key, name, info.shape, info.aliases)
     for name, buffer in reader.manifest.buffers.items():
         add(BUFFER, name, buffer["shape"])
-    made = {} if lazy_mode else {lazy.name: lazy.contiguous() for lazy in found.values()}
+    made = {} if lazy_mode else {lazy.name: lazy.contiguous() for lazy in dict.fromkeys(found.values())}
     return {name: lazy if lazy_mode else made[lazy.name] for name, lazy in found.items()}
 
 
@@ -176,11 +178,16 @@ def convert_zero_checkpoint_to_state_dict(
         export, checkpoint_dir, dtype=known[word], tag=tag, max_shard_size=max_shard_size or 1 << 62, force=True,
         partial=True, read=lambda folder, name: _open(folder, name, exclude_frozen_parameters),
     )  # fmt: skip
-    out = Path(output_dir)
+    out = Path(os.path.expanduser(output_dir))
     if safe_serialization:
         files = write(out).files
         _remove_older(out, {*files, MODEL_FILE + INDEX_SUFFIX} if len(files) > 1 else {*files})
         return
+    with saying(lambda error: f"{error.filename or out}: {error.strerror}"):
+        _write_by_torch(out, write)
+
+
+def _write_by_torch(out: Path, write: Callable[[Path], Exported]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as hidden:
         source, made = Path(hidden), dict[str, str]()
@@ -190,13 +197,14 @@ def convert_zero_checkpoint_to_state_dict(
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
                 tensors |= {tied: tensors[name] for tied, name in opened.metadata().items() if name in tensors}
             made |= dict.fromkeys(tensors, name := f"pytorch_{file.removesuffix('.safetensors')}.bin")
-            torch.save(tensors, source / name)
+            write_whole(source / name, partial(torch.save, tensors))
         if len(written.files) > 1:
             index = {"metadata": {"total_size": written.bytes}, "weight_map": made}
-            (source / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        new = sorted(source.glob("pytorch_model*"), reverse=True)  # the file that is opened first comes last
+            write_whole(source / "pytorch_model.bin.index.json", json.dumps(index, indent=2).encode() + b"\n")
+        new = sorted(source.glob("pytorch_model*"))  # the index, which is opened first, comes last
         for path in new:
             path.replace(out / path.name)
+        flush_folder(out)
     _remove_older(out, {path.name for path in new})
 
 
@@ -213,9 +221,11 @@ def convert_to_universal(args: argparse.Namespace) -> None:
     Args:
         args: with ``input_folder`` and ``output_folder``, which the file ``latest_universal`` beside it then names.
     """
-    source, target = Path(args.input_folder), Path(args.output_folder)
+    source, target = Path(os.path.expanduser(args.input_folder)), Path(os.path.expanduser(args.output_folder))
     if not is_complete(source):
         raise CheckpointError(f"{source} is no checkpoint of deepzero's; DeepSpeed's own needs no conversion: load it")
+    if target.exists():
+        raise CheckpointError(f"{target} is there already; remove it, or choose another folder")
     shutil.copytree(source, target)
     target.with_name(deepspeed_checkpoint.LATEST_UNIVERSAL).write_text(f"{target.name}\n", encoding="utf-8")
 

@@ -16,5 +16,10 @@ finish = atexit.register(_AT_THE_END.close)
 
 
 def finish_within(seconds: float) -> None:
-    """:func:`finish` for a program that ends with an error: others wait for its end, so not for long."""
-    start_thread(finish, "deepzero-ending").join(seconds)
+    """:func:`finish` for a program that ends with an error, which alone is said: others wait, so not for long."""
+
+    def attempt() -> None:
+        with contextlib.suppress(Exception):
+            finish()
+
+    start_thread(attempt, "deepzero-ending").join(seconds)

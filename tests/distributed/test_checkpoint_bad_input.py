@@ -273,6 +273,7 @@ def test_ranks_that_disagree(rank, world, tmp_path):
         (save, here, {"tag": "latest"}, "'latest' is taken"),
         (save, here, {"tag": "manifest.json"}, "tag 'manifest.json' is the name of a file that belongs to"),
         (save, here, {"keep_last": 0}, "keep_last=0 must be at least 1"),
+        (save, here, {"keep_last": 1.5}, "keep_last=1.5 must be at least 1, and a whole number"),
         (load, tmp_path, {"tag": "x"}, "there is no complete checkpoint in this folder"),
         (save, here, {"exclude_frozen_parameters": rank == 1},
          "save_checkpoint: this rank passes exclude_frozen_parameters=True, but rank 0 False"),
@@ -301,6 +302,33 @@ def test_numbers_of_numpys_and_torchs_in_a_config(rank, world, tmp_path):
     engine.config.optimizer.params["odd"] = Sullen()
     with patch.object(shard_file, "put", side_effect=AssertionError):
         assert "Sullen" in said(engine.save_checkpoint, tmp_path, tag="two")
+    engine.destroy()
+
+
+@on_ranks()
+def test_another_kind_of_loss_scale(rank, world, tmp_path):
+    """This run's stays, and everything else is loaded."""
+    for name, scale, loaded in (("dynamic", 0, None), ("fixed", 128, 128), ("dynamic again", 0, 2.0**16)):
+        engine = engine_for(world, 1, precision="fp16", fp16={"enabled": True, "loss_scale": scale})
+        if loaded is not None:
+            with log_lines("deepzero.checkpoint.checkpointer") as lines:
+                engine.load_checkpoint(tmp_path)
+            assert engine.scaler.scale == loaded and engine.global_steps == 1, name
+            assert sum("as this run has it" in line for line in lines) == (rank == 0)
+            engine.global_steps = 0
+        steps(engine, rank, world, 1)
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+
+
+@on_ranks()
+def test_a_frozen_parameter_of_a_dtype_that_is_not_known(rank, world, tmp_path):
+    model = make_model()
+    model.table = nn.Parameter(torch.zeros(3, dtype=torch.uint16), requires_grad=False)
+    engine = engine_for(world, 1, model=model)
+    for without in (False, True):
+        message = said(engine.save_checkpoint, tmp_path, exclude_frozen_parameters=without)
+        assert "is torch.uint16, which a checkpoint cannot hold" in message
     engine.destroy()
 
 

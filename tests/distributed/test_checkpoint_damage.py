@@ -140,6 +140,7 @@ def try_the_damaged(rank, world, folder):
         shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
         manifest = folder / "step_2" / "manifest.json"
         manifest.write_bytes(manifest.read_bytes()[:500])
+        (folder / "checkpoints").mkdir()  # of something else
     process_group.barrier()
     other, messages = engine_for(world, 2, model=TinyModel(hidden=5)), []
     for loading, place, tag in (

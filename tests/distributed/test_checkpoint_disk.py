@@ -110,6 +110,18 @@ def test_a_commit_that_fails_and_a_disk_too_full_beforehand(rank, world, tmp_pat
     with patch.object(folders, "write_whole", refuse):
         assert "manifest.json: Input/output error" in said(engine.save_checkpoint, tmp_path, tag="second")
     assert names(tmp_path) == [".lock", "first", "latest"]
+
+    def refuse_latest(path, content):
+        if path.name == "latest":
+            refuse(path, content)
+        durable.write_whole(path, content)
+
+    before = folders.read_manifest(tmp_path / "first")
+    for tag in ("first", "second"):  # in the place of another, and of none
+        with patch.object(folders, "write_whole", refuse_latest):
+            assert "latest: Input/output error" in said(engine.save_checkpoint, tmp_path, tag=tag)
+        assert names(tmp_path) == [".lock", "first", "latest"]
+        assert folders.read_manifest(tmp_path / "first") == before
     with only(rank == 0, folders, "prune", side_effect=OSError(errno.EACCES, "no", "old")):
         engine.save_checkpoint(tmp_path, tag="third", keep_last=1)
     assert folders.latest_tag(tmp_path) == "third", "complete, whatever became of the old ones"
@@ -123,6 +135,16 @@ def test_a_commit_that_fails_and_a_disk_too_full_beforehand(rank, world, tmp_pat
     engine.destroy()
     assert too_full.startswith(f"{tmp_path}: a checkpoint needs ")
     assert "kB and the disk has 1 kB left; make room" in too_full
+
+
+@on_ranks()
+def test_an_engine_goes_whose_last_save_has_failed(rank, world, tmp_path):
+    engine = engine_for(world, 2)
+    optimizer, dressed = engine.optimizer, type(engine.optimizer)
+    with only(rank == 0, folders, "commit", side_effect=OSError(errno.EIO, "Input/output error")):
+        engine.save_checkpoint(tmp_path, asynchronous=True)
+        assert "Input/output error" in said(engine.destroy)
+    assert type(optimizer) is dressed.__bases__[0] and not folders.holds(tmp_path)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -220,6 +242,20 @@ def test_the_lock_is_held_as_long_as_somebody_of_this_process_holds_it(tmp_path)
             assert folders.holds(tmp_path) == held
             with pytest.raises(BlockingIOError) if held else nullcontext():
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    opened = os.open
+    lock.write_text("process 2 of another user")
+
+    def refuse(path, flags, *mode):
+        if Path(path) == lock and flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return opened(path, flags, *mode)
+
+    with patch.object(os, "open", refuse):
+        folders.acquire(tmp_path)
+    assert folders.holds(tmp_path) and lock.read_text() == "process 2 of another user"
+    with lock.open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    folders.release(tmp_path)
     before = len(os.listdir("/dev/fd"))
     folders.acquire(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")

@@ -269,7 +269,8 @@ def test_weights_in_fp32_as_deepspeed_gives_them(ranks, theirs, tmp_path, monkey
     edited(lambda content: content.update(where=PurePosixPath("/x")))(
         next((tmp_path / "theirs" / "own").glob("zero_pp_rank_0_*model_states.pt"))
     )
-    frozen = {"frozen.weight", "frozen.bias"}
+    frozen, moves, replace = {"frozen.weight", "frozen.bias"}, [], Path.replace
+    monkeypatch.setenv("HOME", str(tmp_path))
     for folder, expected, buffer in (("ours", ours, scale), ("theirs", truth, scale / 3)):
         whole = {**expected, "head.weight": expected["embed.weight"], "scale": buffer}
         state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / folder)
@@ -291,7 +292,9 @@ def test_weights_in_fp32_as_deepspeed_gives_them(ranks, theirs, tmp_path, monkey
         assert all(torch.equal(written[name], value) for name, value in state.items()) and len(written) == len(state)
         for name in ("config.json", "model.safetensors", "model.safetensors.index.json"):
             (out / name).touch()
-        zero_to_fp32.convert_zero_checkpoint_to_state_dict(tmp_path / folder, out, "bf16", "200B", False)
+        with mock.patch.object(Path, "replace", lambda source, to: (moves.append(to), replace(source, to))[1]):
+            zero_to_fp32.convert_zero_checkpoint_to_state_dict(f"~/{folder}", f"~/{out.name}", "bf16", "200B", False)
+        assert moves[-1] == out / "pytorch_model.bin.index.json", "what is opened first comes last"
         index = json.loads((out / "pytorch_model.bin.index.json").read_text())["weight_map"]
         parts = {file: torch.load(out / file) for file in set(index.values())}
         # Hugging Face would open a whole model before an index, and safetensors before both.
@@ -307,11 +310,15 @@ def test_weights_in_fp32_as_deepspeed_gives_them(ranks, theirs, tmp_path, monkey
     assert state.keys() - some.keys() == frozen, "what was not saved is not there"
     with pytest.raises(CheckpointError, match="dtype 'int8' is not one of"):
         zero_to_fp32.convert_zero_checkpoint_to_state_dict(tmp_path / "ours", tmp_path / "none", "int8")
+    with pytest.raises(CheckpointError, match="/latest: File exists"):
+        zero_to_fp32.convert_zero_checkpoint_to_state_dict(tmp_path / "ours", tmp_path / "ours" / "latest")
     given = Namespace(input_folder=str(tmp_path / "ours" / "ours"), output_folder=str(tmp_path / "ours" / "universal"))
     zero_to_fp32.convert_to_universal(given)
     assert (tmp_path / "ours" / "latest_universal").read_text() == "universal\n"
     again = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ours", "universal")
     assert again["gate"].equal(ours["gate"])
+    with pytest.raises(CheckpointError, match="universal is there already"):
+        zero_to_fp32.convert_to_universal(given)
     given.input_folder = str(tmp_path / "theirs" / "own")
     with pytest.raises(CheckpointError, match="DeepSpeed's own needs no conversion"):
         zero_to_fp32.convert_to_universal(given)

@@ -55,6 +55,7 @@ def misbehave(how, folder):
         "note": lambda: leave_a_note(rank),
         "save": lambda: save_slowly(folder),
         "save and fail": lambda: save_slowly(folder),
+        "save and lose": lambda: save_slowly(folder, lose=True),
         "stop": lambda: wait_for_the_stop(rank, folder, False),
         "stubborn": lambda: wait_for_the_stop(rank, folder, True),
     }
@@ -64,8 +65,8 @@ def misbehave(how, folder):
     process_group.shutdown()
 
 
-def save_slowly(folder):
-    """Begin to save, and end."""
+def save_slowly(folder, lose=False):
+    """Begin to save, and end; ``lose``: the save fails after that."""
     import deepzero
     from deepzero.checkpoint import shard_file
 
@@ -73,6 +74,8 @@ def save_slowly(folder):
 
     def slow(file, view):
         time.sleep(0.2)
+        if lose:
+            raise OSError(5, "Input/output error")
         put(file, view)
 
     shard_file.put = slow
