@@ -39,12 +39,12 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/models": (542, 540),
     "deepzero/data": (525, 400),
     "deepzero/training": (1010, 380),
-    "deepzero/compat": (3403, 1200),
-    "deepzero": (38_395, 23_500),
+    "deepzero/compat": (3401, 1200),
+    "deepzero": (38_393, 23_500),
     "tools": (6001, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_738, 17_000),
+    "tests": (32_743, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -67,12 +67,10 @@ class NamedScheduler(Scheduler):
         top: list[float] = self.curve._per_group("cycle_max_mom", groups)
         return self.curve.betas(done, groups) if done else [(beta, BETA2) for beta in top]  # type: ignore[attr-defined]
 
-    def get_lr_ratio(self) -> float:
-        """The factor of the optimizer's own rates, of schedules that have one."""
-        return self.curve._factor(self.last_batch_iteration + 1)
-
     def __getattr__(self, name: str) -> Any:
         curve: Any = vars(self).get("curve")
+        if name == "get_lr_ratio" and isinstance(curve, CURVES["WarmupCosineLR"]):  # the others have no factor
+            return lambda: curve._factor(self.last_batch_iteration + 1)
         for prefix in ("warmup", "cycle") if name in ("min_lrs", "max_lrs") else ():
             if hasattr(curve, f"{prefix}_{name[:-1]}"):
                 given = getattr(curve, f"{prefix}_{name[:-1]}") is not None

@@ -282,8 +282,8 @@ class Engine(nn.Module):
         self.state.stopping = agreement.stop
         # The scale that divides these gradients is the one that multiplied their loss: read before it is updated.
         scale, mean_divisor = self.scaler.scale, self._mean_divisor()
-        # A user's own optimizer may have none; one in a tensor is what the schedule writes to.
-        lr = float(self.optimizer.param_groups[0].get("lr", "nan"))
+        lr = self.optimizer.param_groups[0].get("lr")  # a user's own optimizer may have none
+        lr = float("nan" if lr is None else lr)  # a schedule goes on writing to one in a tensor
         _settle(self, agreement, trouble)
         # The norm was taken of sums that still carry the loss scale, the ranks and the micro-batches. Dividing the norm
         # in place of the gradients leaves one pass over them: the optimizer divides by mean_divisor * clip as it reads.

@@ -138,7 +138,7 @@ def _in_use(settings: EngineConfig, given: bool, trains: bool) -> EngineConfig:
 def _taken(
     problem: Exception | None, settings: EngineConfig, model: nn.Module | None, *given: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    """What :func:`_agreed` gives. An engine that has this model goes on unless everything can be used."""
+    """What :func:`_agreed` gives, free for an engine. One that has this model goes on unless everything can be used."""
     older = DeepSpeedEngine.of(model)
     with older.frozen_parameters.thawed() if older is not None else contextlib.nullcontext():
         found = _agreed(problem, settings, model, older is not None, *given)

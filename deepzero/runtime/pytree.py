@@ -30,7 +30,7 @@ def output_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def scalar_loss(value: Any) -> torch.Tensor | None:
-    """The loss in a model's output, if there is one: the output itself, its ``loss`` entry, or its first tensor.
+    """The loss in a model's output, if there is one: the output itself, its ``loss`` entry, or a tuple's first.
 
     Only for the log: a scalar that requires grad. Gradients never depend on this guess.
     """

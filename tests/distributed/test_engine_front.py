@@ -343,6 +343,9 @@ def test_what_a_group_holds_is_compared_by_value(rank, world):
     record = one_step(engine, rank, world)
     rate.fill_(0.25)  # as a schedule does
     assert record.lr == 0.5
+    engine.optimizer.param_groups[0]["lr"] = None  # as of optimizers that find their own
+    with mock.patch.object(engine.zero.optimizer_shard, "step"):
+        assert str(one_step(engine, rank, world).lr) == "nan"
 
 
 @on_ranks()

@@ -91,6 +91,7 @@ class Lora(Base):
 class Output:
     loss: torch.Tensor
     parts: dict
+    time: float = dataclasses.field(init=False)  # nothing sets it
 
 
 class Nested(Base):

@@ -295,6 +295,7 @@ def test_schedules_as_classes():
     assert isinstance(scheduler, Scheduler) and type(scheduler).__name__ == "WarmupLR"
     assert (scheduler.min_lrs, scheduler.max_lrs, scheduler.warmup_num_steps) == ([0.1, 0.1], [0.5, 2.0], 8)
     scheduler.step(8)
+    assert not hasattr(scheduler, "get_lr_ratio")
     assert scheduler.get_last_lr() == [group["lr"] for group in optimizer.param_groups] == [0.5, 2.0]
     cosine = lr_schedules.WarmupCosineLR(sgd(), total_num_steps=100, warmup_num_steps=10)
     cosine.step(1)
