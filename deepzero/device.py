@@ -3,9 +3,9 @@
 Everything that deepzero asks of a GPU it asks an :class:`Accelerator`, and no other file says ``torch.cuda``. There are
 three kinds of it. The *real* one stands over torch.accelerator, and over ``torch.cuda``, ``torch.xpu`` or whichever
 module torch has for the device. It is written for CUDA, and for ROCm (which torch calls cuda), XPU and NPU as far as
-torch's names go: it has been tried on CUDA alone. The *null* one is the CPU's: nothing
-runs beside the program, so an event is always over and a stream is the caller's own order, and the same code runs. A
-*simulated* one looks on: it is given to :func:`use`, and finds what would be a race on a real one.
+torch's names go: it has been tried on CUDA alone. The *null* one is the CPU's: nothing runs beside the program, so an
+event is always over and a stream is the caller's own order, and the same code runs. A *simulated* one looks on: it is
+given to :func:`use`, and finds what would be a race on a real one.
 
 **Order is said on the current stream alone.** A :class:`Stream` is one on which work runs beside the compute stream;
 a :class:`StreamEvent` is one event of one buffer, recorded where the work is issued and waited for where the buffer is
@@ -330,6 +330,18 @@ class NullAccelerator(Accelerator):
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself."""
         return tensor
+
+    def rng_state(self, d: torch.device) -> torch.Tensor:
+        """The CPU's generator is the host's."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, d: torch.device) -> None:
+        """As :meth:`rng_state` gave it."""
+        torch.set_rng_state(state)
+
+    def manual_seed(self, seed: int, d: torch.device) -> None:
+        """The one generator's."""
+        torch.default_generator.manual_seed(seed)
 
 
 # ---- whose it is -----------------------------------------------------------------------------------------------------

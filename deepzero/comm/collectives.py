@@ -29,7 +29,7 @@ from deepzero.comm.topology import Nodes, RankGroup, check_ranks, find_nodes, ma
 from deepzero.device import accelerator_of
 
 if TYPE_CHECKING:
-    from deepzero.config.engine import ChaosConfig, EngineConfig
+    from deepzero.config.engine import CommConfig, EngineConfig
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,6 @@ class Communicator:
             numel: elements that each tensor sent stands for, where that is not their extent: quantised ones.
         """
         among = group or self.everybody
-        # `peers` begins with the successor of each rank: no rank is everybody's first target.
         sent = [q for q in among.peers if send[q].numel()]
         elements = sum(send[q].numel() if numel is None else numel for q in sent)
         node = self.nodes.of(self.rank)
@@ -396,10 +395,10 @@ def open_communicator(config: EngineConfig, device: torch.device, ledger: Ledger
     return Communicator(device, ledger, Chaos(config.comm.chaos, rank), nodes)
 
 
-def process_communicator(chaos: ChaosConfig) -> Communicator:
+def process_communicator(config: CommConfig) -> Communicator:
     """The collectives of what is built before an engine, in no engine's account; joins the ranks. A collective."""
-    process_group.init_distributed()
-    return Communicator(process_group.default_device(), Ledger(), Chaos(chaos, process_group.rank()))
+    process_group.init_distributed(timeout_seconds=config.timeout_seconds)
+    return Communicator(process_group.default_device(), Ledger(), Chaos(config.chaos, process_group.rank()))
 
 
 def _nodes_of(config: EngineConfig, rank: int, told: list[int | None]) -> Nodes:

@@ -156,9 +156,8 @@ class GroupObserver:
         self.trail = FlightRecorder()
         self.ranges = Ranges()  # of all engines of the group
         self.secret: bytes | None = None  # see ``process_group._secret``
-        self.subgroups: dict[
-            tuple[int, ...], dist.ProcessGroup
-        ] = {}  # communicators of some ranks, see ``topology.py``
+        # Communicators of some ranks, see ``topology.py``.
+        self.subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         # Weak: a group that is destroyed has to close its connections, whoever still holds a communicator.
         world = world_group()
         self._group = None if world is None else weakref.ref(world)

@@ -314,9 +314,7 @@ class Machine:
         agent, place = self.launch() if on_device else self.here.agent, stack()
         if name not in NO_VALUES:
             written = _written(schema, args, kwargs)
-            everything = (
-                func.namespace == "c10d"
-            )  # blocking small talk, of which the schema does not say what it writes
+            everything = func.namespace == "c10d"  # blocking small talk: the schema does not say what it writes
             for tensor in tensors:
                 # A number of the host is passed to the kernel, and indexes are copied first: the program reads them.
                 passed = on_device and name not in COPIES and self.side(tensor) == "host"

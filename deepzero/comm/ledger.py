@@ -149,11 +149,12 @@ class Ledger:
     @contextlib.contextmanager
     def aside(self, next_step: bool = False) -> Iterator[None]:
         """What is sent meanwhile is no part of a step, whatever its kind (a checkpoint is loaded), or of the next."""
+        around = self._aside, self._ahead
         self._aside, self._ahead = not next_step, next_step
         try:
             yield
         finally:
-            self._aside = self._ahead = False
+            self._aside, self._ahead = around
 
     def close_setup(self) -> None:
         """What was counted so far belongs to the setup, not to the first step."""

@@ -229,11 +229,16 @@ def broadcast_object(value: Any, src: int = 0, group: dist.ProcessGroup | None =
 
 
 def broadcast_tensor(tensor: torch.Tensor, src: int, kind: str = "broadcast_tensor") -> None:
-    """Every rank's contiguous ``tensor`` becomes rank ``src``'s. Blocking: for what is not part of a step."""
+    """Every rank's ``tensor`` becomes rank ``src``'s, in place. Blocking: for what is not part of a step."""
     if _talks():
+        mine = tensor.detach()
+        sent = mine.contiguous()  # itself, or a copy: of `channels_last`
         with flight_recorder.observer().blocking(kind):
             # As bytes: a model's buffers and frozen parameters have dtypes that no backend takes (uint16, fp8, bits).
-            dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=src)
+            # A view as bytes wants a stride of 1, and where there is but one element any stride counts as contiguous.
+            dist.broadcast(sent.as_strided((sent.numel(),), (1,)).view(torch.uint8), src=src)
+        if sent is not mine:
+            mine.copy_(sent)
 
 
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

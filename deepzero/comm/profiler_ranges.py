@@ -132,11 +132,12 @@ class Recorder:
     @contextlib.contextmanager
     def standing_at(self, place: str) -> Iterator[None]:
         """Waits inside are for this module's sake."""
+        around = self.waiting_place()
         self._mine.place = place
         try:
             yield
         finally:
-            self._mine.place = ""
+            self._mine.place = around
 
     @contextlib.contextmanager
     def span_aside(self, label: Label) -> Iterator[None]:

@@ -91,7 +91,7 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int] | None:
     if folder is not None:
         file = dist.FileStore(str(Path(folder) / STORE))
         file.set_timeout(timeout)
-        return file, rank, world_size
+        return fresh(file, rank, world_size, timeout), rank, world_size  # a group was perhaps joined, and left, before
     port, agents = int(os.environ["MASTER_PORT"]), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared_by_attempts():
         store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world_size, is_master=False, timeout=timeout)

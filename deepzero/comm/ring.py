@@ -138,10 +138,10 @@ def all_gather(tensor: torch.Tensor, watch: Watch | None = None) -> None:
 def all_reduce(tensor: torch.Tensor, average: bool = True, watch: Watch | None = None) -> None:
     """Average (or sum) over ranks, in place, with the same bits on every rank.
 
-    ``tensor`` is contiguous, of one shape and dtype on every rank; to average, of a floating-point one.
+    ``tensor`` is contiguous, of one shape and dtype on every rank; to average, of one that is no integer.
     """
     # Refused before anything is sent: a rank that raised in the middle would leave its neighbours waiting for it.
-    if average and not tensor.is_floating_point():
+    if average and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"the average of {tensor.dtype} is no integer: use average=False or a floating-point dtype")
     reduce_scatter(tensor, watch)
     all_gather(tensor, watch)

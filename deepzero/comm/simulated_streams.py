@@ -318,18 +318,6 @@ class SimulatedAccelerator(device.NullAccelerator):
 
     pin = device.Accelerator.pin
 
-    def rng_state(self, d: torch.device) -> torch.Tensor:
-        """Device and host have one generator, the CPU's."""
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor, d: torch.device) -> None:
-        """As :meth:`rng_state` gave it."""
-        torch.set_rng_state(state)
-
-    def manual_seed(self, seed: int, d: torch.device) -> None:
-        """The one generator's."""
-        torch.default_generator.manual_seed(seed)
-
 
 # ---- the program's own order -----------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from deepzero.comm import process_group
 from deepzero.comm.flight_recorder import world_group
 from deepzero.compat.accelerator import get_accelerator
 from deepzero.compat.import_paths import VERSION
-from deepzero.config.deepspeed_json import load_activation_config
+from deepzero.config.deepspeed_json import load_block
 from deepzero.utils.formatting import binary_bytes
 
 # ---- constants -------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def configure(mpu_: Any, deepspeed_config: Any = None, **switches: Any) -> None:
         NotImplementedError: a switch is on, here or there.
     """
     if deepspeed_config is not None:
-        switches["cpu_checkpointing"] = load_activation_config(deepspeed_config).cpu_checkpointing
+        switches["cpu_checkpointing"] = load_block(deepspeed_config, "activation_checkpointing").cpu_checkpointing
     if on := [name for name, value in {"mpu_": mpu_, **switches}.items() if value]:
         raise NotImplementedError(
             f"deepspeed.checkpointing.configure({on[0]}=…): set activation_checkpointing in initialize's "

@@ -24,13 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from deepzero.config import deepspeed_keys as keys
-from deepzero.config.engine import (
-    ActivationCheckpointingConfig,
-    EngineConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    SchedulerConfig,
-)
+from deepzero.config.engine import EngineConfig, OptimizerConfig, PrecisionConfig, SchedulerConfig
 from deepzero.config.strict import ConfigError, build, convert, unknown_key
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from deepzero.utils.formatting import flatten
@@ -81,13 +75,11 @@ def load_zero_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLik
     return config.zero if isinstance(config, EngineConfig) else _in_json_words(_read_zero, read_mapping(config))
 
 
-def load_activation_config(
-    config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str],
-) -> ActivationCheckpointingConfig:
-    """``activation_checkpointing`` alone, for ``checkpointing.configure``."""
+def load_block(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str], name: str) -> Any:
+    """One block alone: ``activation_checkpointing``, for ``checkpointing.configure``; ``comm``, for ``zero.Init``."""
     if not isinstance(config, EngineConfig):
-        config = load_engine_config({"activation_checkpointing": read_mapping(config).get("activation_checkpointing")})
-    return config.activation_checkpointing
+        config = load_engine_config({name: read_mapping(config).get(name)})
+    return getattr(config, name)
 
 
 def read_mapping(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Mapping[str, Any]:

@@ -69,7 +69,7 @@ class RankReport:
 
     rank: int
     kind: str  # ``config``: the message says it all; ``error``: anything else
-    title: str  # one line: type and message; for ``config`` the message alone
+    title: str  # type and message, and those of its cause; for ``config`` the message alone
     frames: str  # the user's own, innermost last; empty for ``config``, and where the message says it all
     full: str  # the whole traceback, for the run folder
     seconds: float  # ``time.time()`` of the failure

@@ -6,56 +6,52 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
+def _in_units(value: float, units: Sequence[tuple[str, float]], digits: int = 3) -> str:
+    """So many digits, and the first of the units of which there is one, as rounded, or the last."""
+    unit, size = next((one for one in units if abs(float(f"{value / one[1]:.{digits}g}")) >= 1), units[-1])
+    scaled = value / size
+    return (f"{scaled:.{digits}g}" if abs(scaled) < 10**digits - 0.5 else f"{scaled:.0f}") + unit
+
+
 def short_number(value: float) -> str:
     """Three digits and a suffix.
 
     Example:
-        >>> short_number(842_496), short_number(12.0), short_number(1.3e9)
-        ('842k', '12', '1.3G')
+        >>> short_number(842_496), short_number(12.0), short_number(1.3e9), short_number(999_999)
+        ('842k', '12', '1.3G', '1M')
     """
-    for suffix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{suffix}"
-    return f"{value:.3g}"
+    return _in_units(value, (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1)))
 
 
 def short_bytes(value: float) -> str:
     """Decimal units, as the sources count.
 
     Example:
-        >>> short_bytes(1_684_992), short_bytes(0)
-        ('1.685 MB', '0 B')
+        >>> short_bytes(1_684_992), short_bytes(0), short_bytes(16e12)
+        ('1.685 MB', '0 B', '16 TB')
     """
-    for suffix, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.4g} {suffix}"
-    return f"{value:.4g} B"
+    return _in_units(value, ((" TB", 1e12), (" GB", 1e9), (" MB", 1e6), (" kB", 1e3), (" B", 1)), digits=4)
 
 
 def binary_bytes(size: int) -> str:
     """Binary units, as memory is sold.
 
     Example:
-        >>> binary_bytes(82_240), binary_bytes(7 * 2**30)
-        ('80.3 KiB', '7 GiB')
+        >>> binary_bytes(82_240), binary_bytes(7 * 2**30), binary_bytes(2**41), binary_bytes(1023 * 2**20)
+        ('80.3 KiB', '7 GiB', '2 TiB', '1023 MiB')
     """
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size} B"
+    return _in_units(size, ((" TiB", 2**40), (" GiB", 2**30), (" MiB", 2**20), (" KiB", 2**10), (" B", 1)))
 
 
 def short_seconds(value: float) -> str:
     """A time with its unit.
 
     Example:
-        >>> short_seconds(0.0361), short_seconds(12.34), short_seconds(0.00002)
-        ('36.1 ms', '12.3 s', '20 µs')
+        >>> short_seconds(0.0361), short_seconds(12.34), short_seconds(0.00002), short_seconds(12345)
+        ('36.1 ms', '12.3 s', '20 µs', '3.43 h')
     """
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {unit}"
-    return "0 s" if value == 0 else f"{value:.1e} s"
+    units = ((" h", 3600), (" s", 1), (" ms", 1e-3), (" µs", 1e-6), (" ns", 1e-9))
+    return _in_units(value, units) if value else "0 s"
 
 
 def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -16,6 +16,7 @@ from deepzero.comm.collectives import Communicator, DryRunCommunicator, DryRunRa
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import ChaosConfig
 from deepzero.config.strict import ConfigError
+from deepzero.runtime.zero.partition_parameters import Init
 from tests import doors
 from tests.distributed.pool import on_ranks
 from tests.e2e.test_launch import free_port
@@ -86,11 +87,13 @@ def test_a_part_of_the_world_has_its_timeout(rank, world_size):
         assert group._get_backend(CPU).options._timeout == timedelta(seconds=120)
 
 
-def twice_at_a_port(rank, world_size, port):
-    """Join by the variables that a foreign launcher sets, leave, and join again."""
-    for name in (rendezvous.LAUNCH_FOLDER_VARIABLE, *rendezvous.loopback_variables()):
-        os.environ.pop(name)
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="none")
+def twice(rank, world_size, port):
+    """Join by the variables that a foreign launcher sets, or ours, leave, and join again."""
+    if port is not None:
+        for name in (rendezvous.LAUNCH_FOLDER_VARIABLE, *rendezvous.loopback_variables()):
+            os.environ.pop(name)
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ["GLOO_SOCKET_IFNAME"] = "none"
     heard, found = [], set()
     for _ in range(2):
         process_group.init_distributed(backend="gloo")
@@ -103,10 +106,14 @@ def twice_at_a_port(rank, world_size, port):
 
 def test_ranks_of_a_foreign_launcher_on_one_machine(ranks):
     port = free_port()
-    (heard, first), (_, second) = ranks.run(twice_at_a_port, port, process_group=False)
+    (heard, first), (_, second) = ranks.run(twice, port, process_group=False)
     assert heard == [[0, 1]] * 2
     assert ("127.0.0.1", port) in first
     assert doors.beyond(first | second) == []
+
+
+def test_ranks_of_our_launcher_join_again(ranks):
+    assert [heard for heard, _ in ranks.run(twice, None, process_group=False)] == [[[0, 1]] * 2] * 2
 
 
 @on_ranks(1, process_group=False)
@@ -114,11 +121,12 @@ def test_a_world_of_one(rank, world_size):
     """Without any launcher."""
     for name in ("RANK", "WORLD_SIZE", rendezvous.LAUNCH_FOLDER_VARIABLE, *rendezvous.loopback_variables()):
         os.environ.pop(name)
-    process_group.init_distributed(backend="gloo")
-    found = doors.listening([os.getpid()])
+    Init(config={"train_batch_size": "auto", "zero_optimization": {"stage": 3}, "comm": {"timeout_seconds": 7}})
+    found, patience = doors.listening([os.getpid()]), dist.group.WORLD._get_backend(CPU).options._timeout
     process_group.shutdown()
     assert len(found) == 1, "gloo's"
     assert doors.beyond(found) == []
+    assert patience == timedelta(seconds=7), "the engine's, which it may have later"
 
 
 @on_ranks()
@@ -136,6 +144,17 @@ def test_one_process_hears_itself_and_a_pretended_rank_what_the_others_would_say
     comm.raise_on_all_ranks(None)
     with pytest.raises(ConfigError, match=r"^so it is$"):
         comm.raise_on_all_ranks("so it is", ConfigError)
+
+
+@on_ranks()
+def test_a_broadcast_of_any_strides(rank, world_size):
+    """``channels_last``, and one element whose stride is 0; both in place."""
+    image = torch.arange(16.0).view(1, 2, 2, 4).contiguous(memory_format=torch.channels_last)
+    tensors = [image * (rank + 1), torch.full((), 1.0 + rank).expand(1), torch.full((), rank + 1j)]
+    for tensor in tensors:
+        process_group.broadcast_tensor(tensor, 1)
+    assert torch.equal(tensors[0], image * 2) and tensors[0].stride() == image.stride()
+    assert [tensor.tolist() for tensor in tensors[1:]] == [[2.0], 1 + 1j]
 
 
 @on_ranks()

@@ -193,6 +193,9 @@ def test_shapes_and_refusals(rank, world_size):
     whole = torch.full((3,), rank)
     ring.all_reduce(whole, average=False)
     assert whole.tolist() == [sum(range(world_size))] * 3
+    turned = torch.full((3,), rank * 1j)
+    ring.all_reduce(turned)
+    assert turned.tolist() == [(world_size - 1) / 2 * 1j] * 3
     with pytest.raises(ValueError, match=r"torch.int64.*average=False"):
         ring.all_reduce(torch.ones(3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"contiguous.*\(1, 3\)"):

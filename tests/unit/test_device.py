@@ -59,6 +59,9 @@ def test_nothing_runs_beside_a_cpu():
     assert all(0 < asked(CPU) < null.total_memory(CPU) for asked in (null.memory_allocated, null.max_memory_allocated))
     assert null.device_count() == null.current_stream(CPU).key == 0
     null.synchronize(CPU), null.set_device(CPU), null.empty_cache(), null.lock_pages(0, 0, CPU)
+    state, numbers = null.rng_state(CPU), torch.rand(2)
+    null.manual_seed(3, CPU), null.set_rng_state(state, CPU)
+    assert torch.equal(torch.rand(2), numbers)
     thread_start = null.thread_start()
     thread_start()
     with null.within(null.current_device()):

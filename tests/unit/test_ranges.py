@@ -115,6 +115,15 @@ def test_a_launch_that_fails_is_not_under_way(clock, monkeypatch):
     assert comm.overlap.metrics() == {}
 
 
+def test_what_is_inside_ends_before_what_is_around():
+    ledger, recorder = Ledger(), Recorder()
+    with ledger.aside(), recorder.standing_at("a"):
+        with ledger.aside(next_step=True), recorder.standing_at("b"):
+            assert ledger.in_step("x") and recorder.waiting_place() == "b"
+        assert not ledger.in_step("x") and recorder.waiting_place() == "a"
+    assert ledger.in_step("x") and recorder.waiting_place() == ""
+
+
 def test_memory_that_cannot_be_read_stops_nothing(caplog):
     recorder = Recorder(lambda: [][0])
     for _ in range(2):

@@ -44,8 +44,8 @@ from torch.utils import _pytree as pytree
 
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator, process_communicator
-from deepzero.config.deepspeed_json import load_zero_config
-from deepzero.config.engine import ChaosConfig, EngineConfig
+from deepzero.config.deepspeed_json import load_block, load_zero_config
+from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.device import accelerator_of
 from deepzero.layout import ParamSlot, plan_layout
@@ -400,7 +400,7 @@ class Init:
             )
         if problem:
             raise ConfigError(f"zero.Init{problem}")
-        self.comm = self.communicator or process_communicator(ChaosConfig())
+        self.comm = self.communicator or process_communicator(load_block(config or {}, "comm"))
         self._shard_device = torch.device("cpu") if remote_device == "cpu" else self.comm.device
         self._pin = pin_memory and remote_device == "cpu" and accelerator_of(self.comm.device).has_streams
         if pin_memory and not accelerator_of(self.comm.device).has_streams and self.comm.rank == 0:
