@@ -27,10 +27,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1681, 1150),
     "deepzero/comm": (4345, 2720),
-    "deepzero/runtime": (4455, 3050),
-    "deepzero/runtime/zero": (5944, 4550),
-    "deepzero/offload": (3585, 2500),
-    "deepzero/checkpoint": (3716, 2610),
+    "deepzero/runtime": (4457, 3050),
+    "deepzero/runtime/zero": (5948, 4550),
+    "deepzero/offload": (3601, 2500),
+    "deepzero/checkpoint": (3718, 2610),
     "deepzero/launch": (730, 650),
     "deepzero/health": (643, 560),
     "deepzero/monitor": (2561, 1600),
@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (525, 400),
     "deepzero/training": (1010, 380),
     "deepzero/compat": (3401, 1200),
-    "deepzero": (38_384, 23_500),
+    "deepzero": (38_408, 23_500),
     "tools": (6001, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_777, 17_000),
+    "tests": (32_861, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

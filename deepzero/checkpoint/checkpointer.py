@@ -64,7 +64,9 @@ class Checkpointer:
             raise CheckpointError(
                 f"{self.half_loaded}: the engine holds a mixture of two states. Load another one, or start again"
             )
-        if (offload := self.engine.zero.offload) is not None and not call.startswith("load_"):
+        # Of what a step meets all ranks learn at its boundary; one that raised before it would let the others wait.
+        step = call in ("backward", "engine.step()") or (call == "forward" and torch.is_grad_enabled())
+        if (offload := self.engine.zero.offload) is not None and not step and not call.startswith("load_"):
             for memory in offload.memories:
                 memory.check()
 

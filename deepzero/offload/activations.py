@@ -190,7 +190,7 @@ class HostActivations:
 
     def _moves(self, tensor: torch.Tensor) -> bool:
         """Whether it is the plain view of a storage that is worth a copy, and no parameter's."""
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return False
         if tensor.device != self.wire.device or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
             return False  # more than bytes in a storage

@@ -1,6 +1,6 @@
 """The wire between device and host: copies in two verbs, counted, timed, and disturbed by chaos mode.
 
-*Launch* (:meth:`HostDeviceCopier.to_host`, :meth:`HostDeviceCopier.to_device`) returns a :class:`PendingCopy`. Who
+*Launch* (:meth:`HostDeviceCopier.to_host`, :meth:`HostDeviceCopier.to_device`) returns a :class:`Transfer`. Who
 reads the result on the device says ``copy.wait()``: the current stream goes on when the bytes are there. Who reads it
 on the host, or is about to write over the source, says ``copy.finish()``: the program goes on when the bytes have left.
 

@@ -42,8 +42,8 @@ class CPUAdam(torch.optim.Optimizer):
     """Adam or AdamW over CPU tensors; a drop-in for ``torch.optim.AdamW`` and for ``DeepSpeedCPUAdam``.
 
     Args:
-        params: contiguous tensors or parameter groups; fp32, or bf16 and fp16 standing alone, which are widened for the
-            arithmetic and rounded back. Tensors on a GPU are stepped by torch's fused kernel.
+        params: tensors or parameter groups; fp32, or bf16 and fp16 standing alone, which are widened for the arithmetic
+            and rounded back; contiguous when it steps on them. Tensors on a GPU are stepped by torch's fused kernel.
         lr: learning rate.
         betas: decay of the running means of the gradient and of its square, each in [0, 1).
         eps: added to the denominator.
@@ -56,7 +56,7 @@ class CPUAdam(torch.optim.Optimizer):
         switches: DeepSpeed's :attr:`switches`, with the values that they have there.
 
     Raises:
-        ValueError: a number out of range, an option that is not there, a parameter that is not contiguous.
+        ValueError: a number out of range, an option that is not there.
         RuntimeError: from the first step, when the ``kernel`` that was asked for cannot be had.
 
     Example:
@@ -116,7 +116,7 @@ class CPUAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             for i, param in enumerate(self.param_groups[-1]["params"]):
-                check_param(param, f"{where}['params'][{i}]", self.device_types, placeholders=True)
+                check_param(param, f"{where}['params'][{i}]", self.device_types, steps=False)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -144,7 +144,7 @@ class CPUAdam(torch.optim.Optimizer):
         places before the first step; None: none do.
         """
         kinds = {
-            (param.dtype if masters is None else torch.float32, grad_dtype, out_dtype, group["betas"][0] > 0.5)
+            (param.dtype if masters is None else torch.float32, grad_dtype, out_dtype, float(group["betas"][0]) > 0.5)
             for _, group, param in self._places()
             if param.device.type == "cpu" or masters
         }
@@ -229,7 +229,7 @@ class CPUAdam(torch.optim.Optimizer):
             return loss
         targets = self._targets(grads, out, only)
         kinds = {
-            (param.dtype, grad.dtype, None if written is None else written.dtype, group["betas"][0] > 0.5)
+            (param.dtype, grad.dtype, None if written is None else written.dtype, float(group["betas"][0]) > 0.5)
             for (_, group, param), grad, written in targets
             if param.device.type == "cpu"
         }
@@ -365,12 +365,12 @@ def check_numbers(group: Mapping[str, Any], where: str) -> None:
             raise ValueError(f"{where}: {name}={float(group[name])} must be finite and not negative")
 
 
-def check_param(param: torch.Tensor, name: str, device_types: Sequence[str], placeholders: bool = False) -> None:
-    """Refuse a parameter that a step could not update; before the first step a placeholder may stand for it."""
+def check_param(param: torch.Tensor, name: str, device_types: Sequence[str], steps: bool = True) -> None:
+    """Refuse a parameter that a step could not update; before the first one another may lie in its master's place."""
     if param.dtype not in PARAM_DTYPES:
         raise ValueError(f"{name} has dtype {param.dtype}; CPUAdam takes {_listed(PARAM_DTYPES)}")
-    with torch._C.DisableTorchFunctionSubclass():  # zero.Init leaves one element, spread; a master takes its place
-        fits = param.layout == torch.strided and (param.is_contiguous() or (placeholders and not any(param.stride())))
+    with torch._C.DisableTorchFunctionSubclass():  # what zero.Init leaves is refused these questions
+        fits = param.layout == torch.strided and (not steps or param.is_contiguous())
     if not fits:
         raise ValueError(f"{name} of shape {list(param.shape)} is not contiguous; give CPUAdam param.contiguous()")
     if param.device.type not in device_types:

@@ -275,8 +275,8 @@ class ReadAhead:
             self._read(coming[0], FILE_FETCH)
 
     def _read(self, fetch: FileFetch, kind: str) -> None:
+        self.free[0].finish()  # it stays free if that fails
         buffer = self.free.popleft()
-        buffer.finish()
         pairs = [(fetch.view, in_front(buffer.memory, fetch.view))]
         buffer.copy = self._wire.move(kind, pairs, fetch.padding, fetch.where)
         self._coming.append((fetch.view._version, buffer))
@@ -344,7 +344,7 @@ class BucketBuffer(StagingBuffer):
                 self.upload.kept = self.upload.kept if piece.comes else room
                 for tensor in piece.tensors:
                     start = tensor.storage_offset() - piece.view.storage_offset()
-                    tensor.data = room[start : start + tensor.numel()]
+                    tensor.data = room[start : start + tensor.numel()].view(tensor.shape)
             yield self.upload
         finally:
             self.upload.kept = None
@@ -359,6 +359,17 @@ class FileOptimizerShard(HostOptimizerShard):
         super().__init__(*given, **more)
         self._wire = wire
         self._buffers = list(map(BucketBuffer, rooms))
+        self._found: list[tuple[HostParamUpload, list[FilePiece]]] = []  # what comes into them in this step
+
+    def before_step(self) -> None:
+        """As in the base class; what could be wrong with the states is found before anything is stepped on."""
+        super().before_step()
+        self._found = [(upload, self._pieces(upload)) for upload in self.uploads]
+
+    def memory_problem(self) -> RuntimeError | None:
+        """A file into which a write has failed, in this step or before."""
+        broken = [memory.broken for memory in self.host.memories if memory.broken is not None]
+        return RuntimeError(broken[0]) if broken else None
 
     def _pieces(self, upload: HostParamUpload) -> list[FilePiece]:
         """What of a bucket lies in files."""
@@ -385,8 +396,7 @@ class FileOptimizerShard(HostOptimizerShard):
 
     def _in_memory(self) -> Generator[HostParamUpload]:
         """The buckets, one after the other; others are read and written meanwhile, as the settings say."""
-        # What could be wrong is found before a bucket is touched.
-        settings, ahead = self.host.settings, iter([(upload, self._pieces(upload)) for upload in self.uploads])
+        settings, ahead = self.host.settings, iter(self._found)
         free, coming = deque(self._buffers), deque[BucketBuffer]()
 
         def read_next() -> bool:
@@ -398,8 +408,6 @@ class FileOptimizerShard(HostOptimizerShard):
                 return True
             return False
 
-        for memory in self.host.memories:
-            memory.check()
         self._wire.ahead.discard()
         try:
             read_next()

@@ -91,14 +91,16 @@ class FileTransfer(Transfer):
         """The program goes on when every byte is where it should be.
 
         Raises:
-            RuntimeError: a disk has failed.
+            RuntimeError: a disk has failed, in reading. Where it has in writing, the file is ``broken``, as all ranks
+                learn at the next boundary; one that broke off in a pass would let the others wait.
         """
         if self._finished:
             return
         futures, began = self._launch(), time.perf_counter()
         wait(futures)  # all of them, also behind one that has failed: the buffers are free afterwards
         self._finished, waited = True, time.perf_counter() - began
-        took = max((future.result() for future in futures), default=self._began) - self._began
+        done = [future.result() for future in futures if self._kind != FILE_WRITE or future.exception() is None]
+        took = max(done, default=self._began) - self._began
         self._wire.meter.legs[self._kind].add(sum(view.nbytes for _, view, _ in self._moves), took, waited)
 
     def wait(self) -> None:

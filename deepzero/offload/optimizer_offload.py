@@ -320,7 +320,7 @@ class HostGradients:
     def discard(self) -> None:
         """Free all slots, also those that an exception has kept from leaving, or whose transfer has failed."""
         for slot in self.slots:
-            with contextlib.suppress(RuntimeError):  # a disk's: nobody reads what has left
+            with contextlib.suppress(RuntimeError):  # a disk's, in reading: nobody wants it any more
                 slot.finish()
             slot.taken = None
 
@@ -347,8 +347,8 @@ class HostParamUpload:
     def output_fragments(self) -> list[torch.Tensor | None]:
         """One tensor of the compute dtype for each fragment, into which the CPU writes the updated parameter.
 
-        An entry is None in fp32 runs: there the master is uploaded itself, or the parameter *is* the master. Waits
-        until the previous upload from the same memory has completed.
+        An entry is None where the master is uploaded itself, or the parameter *is* the master, as in fp32 without
+        files. Waits until the previous upload from the same memory has completed.
         """
         self._staging.finish()
         # offload_param: the step writes where parameters live, and nothing travels here. The program has stood still

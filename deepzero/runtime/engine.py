@@ -269,6 +269,7 @@ class Engine(nn.Module):
         with self.comm.ranges.span("boundary"):
             trouble = _end_passes(zero)
             zero.stage.reduce_gradients()
+            trouble = trouble or zero.optimizer_shard.memory_problem()
         ledger.note("boundary")
         # 5 step: agree on finiteness and norm, unscale and clip, optimizer on the masters. The agreement is the one
         # place where ranks wait for one another's word, so everything that one rank knows alone travels in it.

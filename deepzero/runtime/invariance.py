@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from deepzero.config.engine import BatchSizes, EngineConfig
 from deepzero.config.strict import ConfigError
@@ -64,8 +64,8 @@ def dependences(config: EngineConfig, model: nn.Module, device: torch.device) ->
             not on_gpu and torch.get_num_threads() > 1,
         "kernels may sum in any order (call torch.use_deterministic_algorithms(True))":
             on_gpu and not torch.are_deterministic_algorithms_enabled(),
-        "running statistics are each rank's own (BatchNorm)":
-            any(isinstance(module, _BatchNorm) and module.track_running_stats for module in model.modules()),
+        "running statistics are each rank's own (BatchNorm, InstanceNorm)":
+            any(isinstance(module, _NormBase) and module.track_running_stats for module in model.modules()),
     }  # fmt: skip
     return dependences_of_settings(config, on_gpu) + [reason for reason, holds in reasons.items() if holds]
 

@@ -30,8 +30,6 @@ _STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adamax: ("step", "exp_avg", "exp_inf"),
     torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
     torch.optim.RMSprop: ("step", "square_avg"),
-    torch.optim.SGD: (),
-    CPUAdam: (),
     **({torch.optim.Muon: ("momentum_buffer",)} if hasattr(torch.optim, "Muon") else {}),
 }
 """What each class starts with, from constants. Exactly these classes: a subclass may do anything. Rprop and ASGD are
@@ -119,7 +117,8 @@ def _initial_state(cls: type[torch.optim.Optimizer], group: Group, param: torch.
 
 def makes_state_in_advance(optimizer: torch.optim.Optimizer) -> bool:
     """Whether :func:`allocate_state` leaves state behind; else the optimizer makes its own in its first step."""
-    return all(_class_of(optimizer, group) in _STATES for group in optimizer.param_groups)
+    classes, one = [(_class_of(optimizer, group), group) for group in optimizer.param_groups], torch.empty(0)
+    return all(_initial_state(cls, group, one) is not None for cls, group in classes)
 
 
 def moment_bytes(optimizer: torch.optim.Optimizer, device: torch.device, number: int | None = None) -> StateBytes:

@@ -122,6 +122,8 @@ def _deepspeed_adam(target: str, given: dict[str, Any], on_host: bool) -> type[t
     if not (torchs := flag("torch_adam", False)):
         given.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's own kernels
     if on_host and not torchs and not any(given.get(name) for name in TORCH_ALONE):
+        for name in TORCH_ALONE:  # false or null: what CPUAdam does anyway
+            given.pop(name, None)
         given["adamw_mode"] = decoupled
         flag("set_grad_none", True)
         return CPUAdam

@@ -168,6 +168,20 @@ def test_steps_agree_by_their_one_message(rank, world):
 
 
 @on_ranks()
+def test_step_hooks_of_the_program_are_refused(rank, world):
+    """On all ranks, though one has them: the thread would not call them."""
+    engine = built(late(2))
+    go(engine, rank, world, 0, 4)
+    hooks = [engine.optimizer.register_step_post_hook(lambda *_: None)] if rank == 1 else []
+    with pytest.raises(RuntimeError, match=("rank 1: " if rank == 0 else "^") + "the optimizer has step hooks"):
+        go(engine, rank, world, 4, 5)
+    for hook in hooks:
+        hook.remove()
+    go(engine, rank, world, 4, 5)
+    engine.destroy()
+
+
+@on_ranks()
 def test_readers_and_writers(rank, world):
     engine = built(late(2))
     go(engine, rank, world, 0, 4)

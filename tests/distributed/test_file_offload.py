@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from deepzero.config.strict import ConfigError
 from deepzero.utils import safe_get_full_fp32_param
@@ -147,11 +148,13 @@ def test_a_disk_that_fails_in_a_step(rank, world, tmp_path):
     engine.save_checkpoint(tmp_path / "saved")
     losses += go(engine, rank, world, 1, 3)
     words = r"nvme_path=.*has failed .*Input/output error.*load a ch"
-    shard, write, calls = engine.zero.optimizer_shard, os.pwritev, itertools.count()
+    shard, write, calls = engine.zero.optimizer_shard, os.pwritev, itertools.count(rank == 0)
     step = shard.step
 
     def failing(*given):
-        """The first write of a step fails, the others are slow: what is under way must not land on what is loaded."""
+        """The first write of a step fails on one rank, the others are slow: what is under way must not land on what is
+        loaded.
+        """
         if next(calls) == 0:
             raise OSError(errno.EIO, "Input/output error")
         time.sleep(0.2)
@@ -162,8 +165,8 @@ def test_a_disk_that_fails_in_a_step(rank, world, tmp_path):
             step(*given)
 
     with mock.patch.object(shard, "step", step_on_a_bad_disk), pytest.raises(RuntimeError, match=words):
-        go(engine, rank, world, 3, 4)
-    assert next(calls) > 1
+        go(engine, rank, world, 3, 5)  # all ranks know at the next boundary
+    assert next(calls) > 1 and engine.global_steps == 4
     engine.discard_gradients()
     for refused in (lambda: go(engine, rank, world, 3, 4), lambda: engine.save_checkpoint(tmp_path / "torn")):
         with pytest.raises(RuntimeError, match="load a checkpoint"):
@@ -175,6 +178,33 @@ def test_a_disk_that_fails_in_a_step(rank, world, tmp_path):
     engine.discard_gradients()
     engine.load_checkpoint(tmp_path / "saved")
     assert go(engine, rank, world, 1, 3) == losses[1:] and not (tmp_path / "torn").exists()
+
+
+@on_ranks()
+def test_a_disk_that_fails_in_a_backward_pass(rank, world, tmp_path):
+    """On one rank: no rank waits for it, each raises at the boundary, and the gradients can be discarded."""
+    engine = built(settings(2, tmp_path, precision="bf16", gradient_accumulation_steps=2, bucket=200), Wide)
+    losses = go(engine, rank, world, 0, 1)
+    engine.save_checkpoint(tmp_path / "saved")
+    losses += go(engine, rank, world, 1, 2)
+    error = OSError(errno.EIO, "Input/output error") if rank == 1 else None
+    for words in (r"rank 1.*Input/output error.*load a ch", "load a checkpoint"):
+        raises = pytest.raises(RuntimeError, match=words if rank == 0 else "load a checkpoint")
+        with raises, mock.patch("os.pwritev", side_effect=error, wraps=os.pwritev):
+            go(engine, rank, world, 2, 3)
+        engine.discard_gradients()
+        error = None
+    engine.load_checkpoint(tmp_path / "saved")
+    assert go(engine, rank, world, 1, 2) == losses[1:]
+
+
+def test_whole_tensors_keep_their_shape(ranks, tmp_path):
+    """Muon's matrices, whose parameters in files are their own masters in fp32; CPUAdam's with its states there."""
+    for optimizer in ({"type": "Muon", "params": {"lr": 1e-2}}, {"type": "CPUAdam", "params": {"per_tensor": True}}):
+        cases = [settings(3, tmp_path, param, optimizer=states) for param, states in (
+            (None, False), ({}, False), *[({}, True)] * (optimizer["type"] == "CPUAdam"),
+        )]  # fmt: skip
+        check_same_bits(ranks, [(case | {"optimizer": optimizer}, "wide") for case in cases], 2)
 
 
 @on_ranks()
@@ -200,14 +230,17 @@ def test_a_disk_that_fails_in_a_fetch(rank, world, tmp_path):
 @on_ranks()
 def test_a_state_that_was_replaced(rank, world, tmp_path):
     """Torch's ``load_state_dict`` makes new tensors, which no file has: the step says so, and nothing is lost."""
-    engine = built(settings(2, tmp_path, precision="bf16"), Wide)
+    engine = built(settings(2, tmp_path, precision="bf16", ratio=0.5), Wide)
     losses = go(engine, rank, world, 0, 2)
+    before = [master.detach().clone() for group in engine.zero.groups for master in group.masters]
     kept = {param: dict(state) for param, state in engine.optimizer.state.items()}
     engine.optimizer.load_state_dict(engine.optimizer.state_dict())
     for state in engine.optimizer.state.values():
         state["exp_avg"] = state["exp_avg"].clone()
     with pytest.raises(RuntimeError, match=r"do not lie in its file .*load_checkpoint"):
         go(engine, rank, world, 2, 3)
+    after = [master.detach() for group in engine.zero.groups for master in group.masters]
+    assert all(map(torch.equal, before, after)), "also of the device's share"
     engine.optimizer.state.update(kept)
     engine.discard_gradients()
     assert len({*losses, *go(engine, rank, world, 2, 3)}) == 3

@@ -254,8 +254,15 @@ def conjugate(x, made):
     return (z * z.conj() * z.conj().exp()).real.sum()
 
 
+def nested(x, made):
+    """A batch of sequences of different lengths, in a tensor that says it is strided and has no shape."""
+    rows = torch.nested.as_nested_tensor(list(made(x)))
+    return torch.nested.to_padded_tensor(nn.functional.gelu(rows), 0.0).square().sum()
+
+
 @pytest.mark.parametrize("chaos", [False, True])
-@pytest.mark.parametrize("function", [attention, dropout, autocast, gradient_penalty, conjugate])
+@pytest.mark.parametrize("function", [attention, dropout, autocast, gradient_penalty, conjugate, nested])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_kinds_of_graphs(function, chaos):
     torch.manual_seed(0)
     made, x, results = nn.Linear(192, 192), torch.randn(4, 16, 192), []

@@ -3,6 +3,7 @@
 Also for frozen weights, one rank, state that is made late, ``zero.Init``, and exceptions half-way.
 """
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from deepzero.config.strict import ConfigError
 from deepzero.models.gpt import GPT
 from deepzero.offload import cpu_adam
 from deepzero.offload.adam_kernels import ChunkedAdam
+from deepzero.offload.optimizer_offload import MOMENTS
 from deepzero.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -130,6 +132,21 @@ def test_same_bits_in_fp32_and_fp16(ranks, stage):
             cases += [settings(3, 1.0, param=True, chaos=9, **more)]
         for number, report in enumerate(check_same_bits(ranks, cases, 8)[1]):
             check_account(report, (more["precision"], number))
+
+
+@on_ranks(1)
+def test_a_model_in_another_memory_format(rank, world):
+    """The masters are contiguous, whatever the model's weights are."""
+    found = []
+    for ratio in (None, 1.0):
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 1))
+        engine = built(settings(2, ratio), model.to(memory_format=torch.channels_last))
+        for step in range(2):
+            engine.backward(engine(torch.full((2, 3, 4, 4), step + 0.5)).square().mean())
+            engine.step()
+        found.append(engine.params_sha256())
+        torch.manual_seed(0)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
@@ -383,16 +400,18 @@ class Late(torch.optim.Optimizer):
 @on_ranks()
 def test_state_that_is_made_late(rank, world):
     """It lies outside of the arena, which has no room for it, and is counted where it is: on the host."""
-    found = []
-    for ratio in (None, 1.0):
-        model, case = make_model(), settings(2, ratio, precision="bf16")
-        del case["optimizer"]
-        engine = built(case, model, optimizer=Late(model.parameters()))
-        go(engine, rank, world, 0, 3)
-        found.append((engine.params_sha256(), engine.report()["memory"]))
-    (plain, held), (offloaded, memory) = found
-    assert plain == offloaded and memory["moments"]["measured"] == 0
-    assert memory["host_moments"]["measured"] == pytest.approx(held["moments"]["measured"], rel=0.01)
+    for make in (Late, partial(torch.optim.SGD, lr=1e-2, momentum=0.9, dampening=0.5)):
+        found = []
+        for ratio in (None, 1.0):
+            model, case = make_model(), settings(2, ratio, precision="bf16")
+            del case["optimizer"]
+            engine = built(case, model, optimizer=make(model.parameters()))
+            go(engine, rank, world, 0, 3)
+            found.append((engine.params_sha256(), engine.report()["memory"]))
+        (plain, held), (offloaded, memory) = found
+        assert plain == offloaded and memory["moments"]["measured"] == 0
+        assert memory["host_moments"]["measured"] == pytest.approx(held["moments"]["measured"], rel=0.01)
+        assert not any(region.category == MOMENTS for region in engine.zero.offload.arena.regions)
 
 
 @on_ranks()

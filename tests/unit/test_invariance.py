@@ -34,6 +34,7 @@ def found(model=None, device=CPU, comm=None, **changes):
         ("rounded to bf16", {"data_types": {"grad_accum_dtype": "bf16"}}),
         ("fp16 would round", {"communication_data_type": "fp16"}),
         ("BatchNorm", {"model": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))}),
+        ("InstanceNorm", {"model": nn.InstanceNorm1d(2, track_running_stats=True)}),
         ("use_deterministic_algorithms", {"device": GPU}),
     ],
 )

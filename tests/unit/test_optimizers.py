@@ -8,6 +8,7 @@ import torch
 
 from deepzero.config.engine import OptimizerConfig
 from deepzero.config.strict import ConfigError
+from deepzero.ops import CPUAdam
 from deepzero.runtime.optimizers import build_optimizer
 
 
@@ -126,6 +127,14 @@ def test_fused_is_the_default_where_it_exists():
     integers = build_optimizer(OptimizerConfig("SGD"), [torch.zeros(2, dtype=torch.int64)])
     nowhere = build_optimizer(OptimizerConfig("AdamW"), [torch.zeros(2, device="meta", requires_grad=True)])
     assert not integers.defaults["fused"] and not nowhere.defaults["fused"]
+
+
+def test_a_switch_that_is_off_asks_for_nothing():
+    """Where the optimizer is offloaded, too; one that is on means torch's class."""
+    off = {"fused": False, "foreach": None, "maximize": False, "amsgrad": False}
+    assert type(build_optimizer(OptimizerConfig("AdamW", off), weights(3), on_host=True)) is CPUAdam
+    asked = build_optimizer(OptimizerConfig("AdamW", {**off, "maximize": True}), weights(3), on_host=True)
+    assert type(asked) is torch.optim.AdamW and asked.defaults["maximize"]
 
 
 class TestParams:

@@ -420,7 +420,7 @@ class GradientReducer:
     def discard_gradients(self) -> None:
         """Forget this step's gradients, also those under way."""
         # What is under way cannot be called back; all ranks wait for it here, and nobody reads it.
-        self.drain()
+        self.bucket_reducer.drain()
         if self.reduced or self._pass_began:
             # Error feedback would carry what was lost of these gradients into the next ones. Where nothing was sent, a
             # program merely drops its gradients after every step, and what was lost before still counts.

@@ -146,6 +146,10 @@ class OptimizerShard:
     def discard_grads(self) -> None:
         """Forget gradients that are on their way elsewhere."""
 
+    def memory_problem(self) -> RuntimeError | None:
+        """What is wrong with the memory in which sums and states lie. Nothing is, on the device."""
+        return None
+
     # ---- 4 boundary, 5 step ------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
