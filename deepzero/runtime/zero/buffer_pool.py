@@ -140,8 +140,8 @@ class BufferPool:
     def take(self, numel: int, shard: torch.Tensor | None = None) -> torch.Tensor:
         """A buffer of ``numel`` elements or more, with old contents.
 
-        With one rank the ``shard`` is the bucket: then the "buffer" is its memory, under a storage of its own by which
-        views of it are told from the shard, and nothing is copied.
+        With one rank the ``shard`` is the bucket: then the "buffer" is its memory, and nothing is copied. Its storage
+        is another one, which begins with the bucket and not with ``shard_S``: by its address views are known.
         """
         if shard is not None:
             return self._alias(shard)

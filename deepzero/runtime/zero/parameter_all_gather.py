@@ -63,7 +63,7 @@ class PlainAllGather:
 
     def __init__(self, layout: Bucket, dtype: torch.dtype, comm: Communicator, where: str) -> None:
         self.layout, self.dtype, self.comm, self.where = layout, dtype, comm, where
-        # Which brings this rank's shard to the device: for the strategies below the plain one that they are built on.
+        # The strategy that brings this rank's shard to the device: itself, or the plain one on which it is built.
         self.source: PlainAllGather = self
         self.message_bytes = layout.shard_numel * dtype.itemsize
         # Counted apart in the ledger: elements of a message that belong to no parameter, times the ranks it goes to.

@@ -188,7 +188,7 @@ class PartitionedBucket:
         """AVAILABLE → NOT_AVAILABLE: the parameters become placeholders, the buffer goes back to the pool.
 
         With ``discard`` nobody looks at what was written: an exception has ended a write in the middle. Returns whether
-        nothing shows the buffer any more: no view of it is held.
+        no view of the buffer is held any more; with one rank always, as it is the shard, which nobody takes.
 
         Raises:
             PartitionedUseError: a parameter was written. It is released all the same.

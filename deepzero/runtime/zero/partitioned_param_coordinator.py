@@ -379,7 +379,7 @@ class PartitionedParameterCoordinator:
         return [buffer for pool in self.pools for buffer in pool.buffers(taken=False)]
 
     def most_gathered(self) -> int:
-        """The most bytes of both in this pass."""
+        """The most bytes of both in this step."""
         return sum(pool.most_numel * pool.dtype.itemsize for pool in self.pools)
 
     def secondaries(self) -> list[torch.Tensor]:
