@@ -412,10 +412,9 @@ def build_scheduler(
                 raise ConfigError(f"scheduler.type={config.type!r} needs scheduler.params.{name}, in optimizer steps")
             params[name] = total_steps
     curve, own = build(cls, params, "scheduler.params"), {float(group["lr"]) for group in optimizer.param_groups}
-    total, steps = (getattr(curve, f"total_{x}steps", None) for x in ("num_", ""))
-    warmup = getattr(curve, "warmup_num_steps", getattr(curve, "warmup_steps", 0))
-    if warmup > (total or steps or warmup) and process_group.rank() == 0:
-        log.warning("scheduler.params: the warm-up of %d steps is cut off, by the end of the whole schedule", warmup)
+    warmup, total = (getattr(curve, name, None) or 0 for name in ("warmup_num_steps", "total_num_steps"))
+    if warmup > total > 0 and process_group.rank() == 0:
+        log.warning("scheduler.params: the warm-up of %d steps is cut off at the schedule's end, %d", warmup, total)
     for name in ("warmup_max_lr", "cycle_max_lr"):
         if len(own) > 1 and isinstance(one := getattr(curve, name, None), float) and process_group.rank() == 0:
             log.warning(
