@@ -384,7 +384,7 @@ class HostParamUpload:
             self._staging.copy = copy
             # Parameters that stay whole go on to the other ranks, behind the copy and on its own stream. A partitioned
             # bucket is waited for by its next fetch alone.
-            if not self.group.partitioned:
+            if not self.group.placement.partitioned:
                 behind = copy.afterwards(alone=bucket.world_size == 1)
         if self._shard.on_uploaded is not None:
             with behind:

@@ -121,12 +121,12 @@ class Elements:
         """Add up what ``count`` finds in each bucket of the groups."""
         found = Counter(dict.fromkeys((f.name for f in fields(cls)), 0))
         for group in stores:
-            trained = group.optimizer_group is not None
+            trained = group.placement.trained
             for bucket in group.layout.buckets:
                 numel = count(bucket)
                 steps, keeps = group.placement.steps_on_host(bucket), group.placement.keeps_on_host(bucket)
                 found["trained"] += numel * trained
-                found["persistent"] += numel * (trained and not group.partitioned)
+                found["persistent"] += numel * (trained and not group.placement.partitioned)
                 found["frozen"] += numel * (not trained)
                 found["host_optimizer"] += numel * steps
                 found["host_parameters"] += numel * keeps
@@ -410,7 +410,8 @@ def build_ledger(
         invariant=config.comm.world_size_invariant,
     )
     layouts = [group.layout for group in built.groups]
-    persistent = [g.layout for g in built.groups if not g.partitioned] if built.stage3 is not None else []
+    persistent = [g.layout for g in built.groups if built.stage3 is not None and not g.placement.partitioned]
+
     memory, padding = _states(built, comm.world_size, sizes)
     traffic = predicted_traffic(layouts, comm.nodes, sizes, persistent)
     memory["buckets"] = bucket_bytes(layouts, comm.world_size, comm.device_type, sizes, comm.nodes)

@@ -270,12 +270,12 @@ class GradientReducer:
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
-    def reduce_ready_gradient(self, param: nn.Parameter, last_micro_batch: bool) -> None:
+    def reduce_ready_gradient(self, param: nn.Parameter, is_reduction_boundary: bool) -> None:
         """3: keep the gradient, or launch every bucket that is now complete and next in order.
 
-        ``last_micro_batch``: this is the last micro-batch of the optimizer step.
+        ``is_reduction_boundary``: of the last micro-batch of the optimizer step, and not inside ``no_sync``.
         """
-        sent_now = self._sent_now(last_micro_batch)
+        sent_now = self._sent_now(is_reduction_boundary)
         # A second gradient of one pass (see backward_end) must not overtake the first, whose bucket may be on its way.
         self.unreduced.take(param, again=sent_now and id(param) in self._seen)
         if not sent_now:
@@ -286,12 +286,12 @@ class GradientReducer:
         self._count(param)
         # Most gradients end here. One that completes the bucket that is next launches it, and all complete ones behind.
         while not self._missing[self._cursor]:
-            self._reduce_bucket(*self.order[self._cursor], last_micro_batch)
+            self._reduce_bucket(*self.order[self._cursor], is_reduction_boundary)
             self._cursor += 1
 
-    def leaf_grads_complete(self, params: Iterable[nn.Parameter], last_micro_batch: bool) -> None:
+    def leaf_grads_complete(self, params: Iterable[nn.Parameter], is_reduction_boundary: bool) -> None:
         """Count all gradients of some :attr:`leaf_params` as arrived; those that did not come count as zeros."""
-        if not self._sent_now(last_micro_batch):
+        if not self._sent_now(is_reduction_boundary):
             return
         self._pass_began = True
         mine = [param for param in params if id(param) in self._position]
@@ -299,7 +299,7 @@ class GradientReducer:
         for param in mine:
             self._count(param)
         while not self._missing[self._cursor]:
-            self._reduce_bucket(*self.order[self._cursor], last_micro_batch)
+            self._reduce_bucket(*self.order[self._cursor], is_reduction_boundary)
             self._cursor += 1
 
     def _count(self, param: nn.Parameter) -> None:
@@ -307,26 +307,26 @@ class GradientReducer:
             self._seen.add(key)
             self._missing[self._position[key]] -= 1
 
-    def _sent_now(self, last_micro_batch: bool) -> bool:
+    def _sent_now(self, is_reduction_boundary: bool) -> bool:
         """Whether gradients of this backward pass are sent as they come."""
         # Once some of this step have been sent, those of a further pass are sent too, and added to them.
-        return self.every_pass or (self.overlap and last_micro_batch) or self.reduced
+        return self.every_pass or (self.overlap and is_reduction_boundary) or self.reduced
 
-    def backward_end(self, last_micro_batch: bool) -> None:
+    def backward_end(self, is_reduction_boundary: bool) -> None:
         """Launch what no further gradient will complete. A parameter without gradient counts as zeros."""
         self.present = True
-        if not self._sent_now(last_micro_batch):
+        if not self._sent_now(is_reduction_boundary):
             return
         # Also where the pass has reached no parameter on this rank: on others it has, and they have sent their buckets.
         for g, bucket in self.order[self._cursor :]:
-            self._reduce_bucket(g, bucket, last_micro_batch)
+            self._reduce_bucket(g, bucket, is_reduction_boundary)
         # A weight that is used inside and outside a reentrantly checkpointed block gets two gradients in one pass. The
         # second is sent after the first and added to it, also where the first's bucket was still here when it came:
         # the sum's bits do not depend on what else is in the bucket.
         # Leaf modules: what waits differs between ranks, how often they were complete does not.
         for position, (g, bucket) in enumerate(self.order):
             if position in self._again or self.unreduced.waiting(g, bucket):
-                self._reduce_bucket(g, bucket, last_micro_batch, again=True)
+                self._reduce_bucket(g, bucket, is_reduction_boundary, again=True)
         self.unreduced.name_unused()
         self.forget_pass()
         self.reduced = True
@@ -340,12 +340,12 @@ class GradientReducer:
         self._missing = [*(len(bucket.slots) for _, bucket in self.order), 1]
         self.unreduced.forget_pass()
 
-    def _reduce_bucket(self, g: int, bucket: Bucket, last_micro_batch: bool, again: bool = False) -> None:
+    def _reduce_bucket(self, g: int, bucket: Bucket, is_reduction_boundary: bool, again: bool = False) -> None:
         """Lay the gradients of a bucket of group ``g`` into a buffer, free them, and send them to their owners."""
         self._measured.discard((g, bucket.index))
         self._whole_again.discard((g, bucket.index))
         measure: Measure | None = None
-        if last_micro_batch and not self.bucket_reducer.whole:
+        if is_reduction_boundary and not self.bucket_reducer.whole:
             # Nothing is added to this sum afterwards, so its block norms are taken while it is in the core's cache.
             measure = partial(self._norms[g].measure, bucket.shard_offset)
             self._measured.add((g, bucket.index))
@@ -375,7 +375,7 @@ class GradientReducer:
         if not self.reduced:
             # Stages 0 and 1 without overlap. Or there is no gradient here: zeros go, as the others wait for ours.
             for g, bucket in self.order:
-                self._reduce_bucket(g, bucket, last_micro_batch=True)
+                self._reduce_bucket(g, bucket, is_reduction_boundary=True)
             self.unreduced.name_unused()
         self.drain()
         if self.every_pass and self.bucket_reducer.whole and self.comm.world_size > 1:

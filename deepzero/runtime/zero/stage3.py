@@ -163,7 +163,6 @@ class PartitionedParamGroup(ParamGroup):
     the layout when its shard is filled.
     """
 
-    partitioned = True
     params: list[ZeroParameter]
 
     def __init__(
@@ -318,7 +317,7 @@ class ZeroStage3(ZeroStage1And2):
         groups: Sequence[ParamGroup],
         coordinator: PartitionedParameterCoordinator,
     ) -> None:
-        super().__init__([group for group in groups if not group.partitioned], gradients, gradients.comm)
+        super().__init__([group for group in groups if not group.placement.partitioned], gradients, gradients.comm)
         self._model, self.coordinator = model, coordinator
         partitioned = [group for group in groups if isinstance(group, PartitionedParamGroup)]
         self.trained_groups = [group for group in partitioned if group.placement.trained]
@@ -327,23 +326,23 @@ class ZeroStage3(ZeroStage1And2):
         self._updated: set[PartitionedBucket] = set()
         mark_persistent(model, self.groups)
         gradients.on_launched = self._launched
-        self._last_micro_batch = False
+        self._is_reduction_boundary = False
         # 1 fetch, 2 release: the hooks call the coordinator. A leaf module's backward pass is over when its input has a
         # gradient: experts without tokens get none any more.
-        leaf_done = lambda params: gradients.leaf_grads_complete(params, self._last_micro_batch)
+        leaf_done = lambda params: gradients.leaf_grads_complete(params, self._is_reduction_boundary)
         self.hooks = ModuleHooks(model, self.coordinator, leaf_done)
         gradients.leaf_params = self.hooks.leaf_params
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
-    def reduce_ready_gradient(self, param: nn.Parameter, last_micro_batch: bool) -> None:
+    def reduce_ready_gradient(self, param: nn.Parameter, is_reduction_boundary: bool) -> None:
         """3: launch every bucket whose gradients are complete and that is next in order."""
         # Kept for leaf modules, whose gradients are complete when their input's is, outside of this call.
-        self._last_micro_batch = last_micro_batch
+        self._is_reduction_boundary = is_reduction_boundary
         # For the messages of ranks that fall apart, and stand in different places.
         if (record := vars(param).get("_zero")) is not None:
             self.comm.trail.position = f"backward, gradient of {record.name}"
-        super().reduce_ready_gradient(param, last_micro_batch)
+        super().reduce_ready_gradient(param, is_reduction_boundary)
 
     def _bucket_of(self, group: int, bucket: Bucket) -> PartitionedBucket | None:
         """``bucket`` of ``gradients.groups[group]``, with its tensors; None: its parameters are persistent."""
@@ -355,10 +354,10 @@ class ZeroStage3(ZeroStage1And2):
         if (found := self._bucket_of(group, bucket)) is not None:
             self.coordinator.training.completed(found.key)
 
-    def backward_end(self, last_micro_batch: bool) -> None:
+    def backward_end(self, is_reduction_boundary: bool) -> None:
         """End a backward pass."""
         self.hooks.end_of_backward()
-        super().backward_end(last_micro_batch)
+        super().backward_end(is_reduction_boundary)
 
     def forget_pass(self) -> None:
         """End a pass that left no gradient; one through a leaf module may have counted it as complete."""

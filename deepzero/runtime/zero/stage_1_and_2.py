@@ -133,8 +133,6 @@ class ParamGroup:
         replicated: stage 0: this rank has masters and gradients of everything, not of its shard.
     """
 
-    partitioned = False
-
     def __init__(
         self,
         names: Sequence[str],
@@ -403,13 +401,13 @@ class ZeroStage1And2:
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
-    def reduce_ready_gradient(self, param: nn.Parameter, last_micro_batch: bool) -> None:
+    def reduce_ready_gradient(self, param: nn.Parameter, is_reduction_boundary: bool) -> None:
         """3: the gradient waits; in stage 2 its bucket leaves as soon as all of its gradients are there."""
-        self.gradients.reduce_ready_gradient(param, last_micro_batch)
+        self.gradients.reduce_ready_gradient(param, is_reduction_boundary)
 
-    def backward_end(self, last_micro_batch: bool) -> None:
+    def backward_end(self, is_reduction_boundary: bool) -> None:
         """End a backward pass."""
-        self.gradients.backward_end(last_micro_batch)
+        self.gradients.backward_end(is_reduction_boundary)
 
     def forget_pass(self) -> None:
         """End a pass that left no gradient."""
