@@ -27,8 +27,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1681, 1150),
     "deepzero/comm": (4345, 2720),
-    "deepzero/runtime": (4456, 3050),
-    "deepzero/runtime/zero": (5948, 4550),
+    "deepzero/runtime": (4459, 3050),
+    "deepzero/runtime/zero": (5945, 4550),
     "deepzero/offload": (3601, 2500),
     "deepzero/checkpoint": (3718, 2610),
     "deepzero/launch": (730, 650),
