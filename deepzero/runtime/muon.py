@@ -145,8 +145,12 @@ class Muon(torch.optim.Optimizer):
         shared = {"weight_decay": weight_decay}
         matrices = {"lr": lr if muon_lr is None else muon_lr, "momentum": momentum, "eps": ns_eps, **kept, **shared}
         rest = {"lr": lr if adam_lr is None else adam_lr, "betas": betas, "eps": eps, "fused": fused, **shared}
-        groups = _as_groups(params)
-        for group in groups:
+        self._settings = {True: matrices, False: rest}
+        super().__init__(_as_groups(params), {"lr": lr})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Torch's, with the settings of the class that steps on the group."""
+        for group in _as_groups([param_group]):
             if any(param.dim() >= 2 for param in group["params"]) and USE_MUON not in group:
                 raise ValueError(
                     "Muon must be told which of its parameters are hidden matrices: give it "
@@ -154,11 +158,11 @@ class Muon(torch.optim.Optimizer):
                 )
             group.setdefault(USE_MUON, False)
             # torch's own constructors look at the settings and add what is missing.
-            defaults = matrices if group[USE_MUON] else rest
+            defaults = self._settings[bool(group[USE_MUON])]
             own = {key: value for key, value in {**defaults, **group}.items() if key in defaults}
             group.update(inner_class(group)([group], **own).param_groups[0])
             group.setdefault(PER_TENSOR, group[USE_MUON])
-        super().__init__(groups, {"lr": lr})
+            super().add_param_group(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

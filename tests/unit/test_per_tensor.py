@@ -189,6 +189,21 @@ class TestSettings:
         ).param_groups
         assert (matrices["momentum"], rest["lr"], rest["betas"]) == (0.5, 0.7, (0.9, 0.95))
 
+    def test_a_group_that_is_added(self):
+        """It gets the settings of its class; a matrix has to say whose it is."""
+        bias, other = nn.Linear(2, 2).bias, nn.Linear(2, 2).weight
+        optimizer = Muon([bias], lr=0.1, momentum=0.5)
+        with pytest.raises(ValueError, match=r"muon_groups\(model\)"):
+            optimizer.add_param_group({"params": [other]})
+        optimizer.add_param_group({"params": other, "use_muon": True})
+        optimizer.add_param_group({"params": [nn.Linear(2, 2).bias]})
+        _, matrices, rest = optimizer.param_groups
+        assert (matrices["momentum"], matrices["per_tensor"], rest["use_muon"], rest["lr"]) == (0.5, True, False, 0.1)
+        before = other.detach().clone()
+        other.grad = torch.eye(2)
+        optimizer.step()
+        assert not torch.equal(other, before)
+
 
 class TestState:
     @pytest.mark.parametrize("make", [
