@@ -82,8 +82,10 @@ def train(run: RunConfig, run_dir_name: str, command: Command) -> None:
             timeline.end(step + 1, monitor.line)
             save_if_due(run, run_dir, engine, sampler)
             end_of_step()
-            if engine.stopping and engine.global_steps < run.train.steps:
-                stop(run, run_dir, engine, monitor, command)
+            if engine.stopping:
+                break
+    if engine.stopping and engine.global_steps < run.train.steps:  # the profiler has written its trace
+        stop(run, run_dir, engine, monitor, command)
 
     on_stop_request(None)
     engine.wait_for_checkpoint()

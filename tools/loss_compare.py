@@ -7,9 +7,9 @@ The first run is the one that the others are compared with. Needs matplotlib (``
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
+from deepzero.monitor.metrics_file import METRICS, read_lines
 from deepzero.utils.closed_pipe import exit_with
 
 COLOURS = ("#1f4e9c", "#d1660a", "#2a7f3f", "#8a2f8f")
@@ -23,15 +23,12 @@ def read(folder: Path) -> tuple[dict[int, float], dict[int, float]]:
     Raises:
         SystemExit: there is no such file, or no loss in it.
     """
-    path = folder / "metrics.jsonl"
+    path = folder / METRICS
     if not path.is_file():
         raise SystemExit(f"{path} is not there; give the folder of a run")
-    entries = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError:
-            print(f"{path}, line {number} is not whole (a run under way, or one that was killed) and is left out")
+    entries, broken = read_lines(folder)
+    if broken:
+        print(f"{path}: lines left out because they are not whole: {broken}")
     training, validation = (
         {entry["step"]: entry[key] for entry in entries if entry.get(key) is not None} for key in ("loss", "val_loss")
     )

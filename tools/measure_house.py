@@ -33,18 +33,18 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/checkpoint": (3718, 2610),
     "deepzero/launch": (730, 650),
     "deepzero/health": (643, 560),
-    "deepzero/monitor": (2561, 1600),
+    "deepzero/monitor": (2563, 1600),
     "deepzero/planning": (2326, 1650),
     "deepzero/profiling": (1193, 800),
     "deepzero/models": (542, 540),
     "deepzero/data": (525, 400),
     "deepzero/training": (1010, 380),
     "deepzero/compat": (3401, 1200),
-    "deepzero": (38_411, 23_500),
-    "tools": (6001, 2700),
+    "deepzero": (38_413, 23_500),
+    "tools": (5998, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_876, 17_000),
+    "tests": (32_879, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -14,8 +14,8 @@ mlp            gelu(x W_up) W_down, F = 4C                silu(x W_gate) * (x W_
 biases, head   yes, tied to wte                           no, its own matrix
 =============  =========================================  ===============================================
 
-Parameters (no bias, tied): ``V C + L (C (H + 2G) D + C² + 2 C F + norms)``, with ``3 C F`` for swiglu. See
-``configs/model/`` for shapes.
+Parameters (no bias, tied): ``V C + T C + L (C (H + 2G) D + C² + 2 C F + 2 norms) + norm``, with ``3 C F`` for swiglu,
+without ``T C`` for rope. See ``configs/model/`` for shapes.
 
 **It knows nothing of ZeRO**, but it is written so that ZeRO can own it. Every leaf gives its parameters their first
 values inside its own constructor, so that it can be partitioned the moment it exists. Nothing is a buffer: the rope

@@ -146,7 +146,8 @@ def kept_metrics(run_dir: Path, first_step: int, validated_again: bool = True) -
 
 def put(path: Path, text: str) -> None:
     """Write a file beside its place and move it there: a reader sees the old one or the new one, whole."""
-    write_whole(path, text.encode("utf-8"), str(os.getpid()))
+    # A name of a file may hold bytes that are no text: as backslashes they are JSON, and come back.
+    write_whole(path, text.encode("utf-8", "backslashreplace"), str(os.getpid()))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -163,7 +164,7 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 def write_error(run_dir: Path, traceback: str) -> str:
     """Keep the whole traceback; returns where it is, or, where it cannot be written, what it is."""
     try:
-        (run_dir / ERROR).write_text(traceback, encoding="utf-8")
+        (run_dir / ERROR).write_text(traceback, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         return f"{error}; so the whole traceback stands here:\n{traceback}"
     return f"whole traceback: {run_dir / ERROR}"

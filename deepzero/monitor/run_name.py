@@ -21,7 +21,7 @@ def name_of(overrides: Sequence[str], limit: int = LIMIT) -> str | None:
     A name of more than ``limit`` characters ends in a digest of the whole.
 
     Example:
-        >>> name_of(["zero.stage=2", "optimizer.lr=3e-4", "logger=wandb", "hydra.run.dir=run", "data.path=/a/b.txt"])
+        >>> name_of(["zero.stage=2", "optimizer.lr=3e-4", "logger=wandb", "hydra.run.dir=run", "data.path='/a/b.txt'"])
         'zero.stage=2,optimizer.lr=3e-4,data.path=b.txt'
         >>> name_of(["zero.stage=2", "optimizer.lr=3e-4"], limit=20)
         'zero.stage=~6c55c623'
@@ -32,10 +32,11 @@ def name_of(overrides: Sequence[str], limit: int = LIMIT) -> str | None:
     for override in overrides:
         if not override.lstrip("+~").startswith(_ELSEWHERE):
             key, equals, value = override.partition("=")
+            value = value.strip("'\"")
             said.append(key + equals + (Path(value).name or value if "/" in value else value))
     name = ",".join(said)
     if len(name) > limit:
-        name = f"{name[: limit - 9]}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        name = f"{name[: limit - 9]}~{hashlib.sha256(os.fsencode(name)).hexdigest()[:8]}"
     return name or None
 
 

@@ -1,7 +1,7 @@
 """From the command line to ranks: Hydra composes, the settings are checked, ranks start, every error is one message.
 
-``python train.py`` starts its ranks on this machine; under ``torchrun`` this process is one. Hydra and OmegaConf are
-imported in this file only: what is behind :func:`read_config` are frozen dataclasses.
+``python train.py`` starts its ranks on this machine; under ``torchrun`` this process is one. Of the package
+only this file imports Hydra and OmegaConf: what is behind :func:`read_config` are frozen dataclasses.
 
 Exit status: 0 done · 1 a rank failed · 2 settings that cannot be used · 128 + n ended by signal n.
 """

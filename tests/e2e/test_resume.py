@@ -124,7 +124,8 @@ def test_killed_stopped_and_interrupted_a_run_keeps_its_bits(reference, tiny, tm
 )
 def test_every_stage_goes_on(overrides, reference, tiny, tmp_path):
     arguments = [*tiny, *LONG, *overrides]
-    stop_with_sigterm(training(*arguments), tmp_path)
+    stop_with_sigterm(training(*arguments, "profiler=torch", "profiler.active=60"), tmp_path)
+    assert len(list((tmp_path / "run").glob("traces/*.pt.trace.json"))) == 1, "of the steps up to there"
     assert runs.train(*arguments, cwd=tmp_path).status == 0
     assert runs.trajectory(tmp_path / "run") == runs.trajectory(reference(*overrides))
 

@@ -98,9 +98,10 @@ def test_a_failed_run_says_how_far_it_came(tmp_path):
         summary = summary_of(tmp_path)
         assert (summary["status"], summary["error"]) == (status, reason)
         assert (summary["steps"], summary["loss"], summary["val_loss"]) == (2, 3.0, 5.0)
-    write_summary(tmp_path, {"status": "finished"})
+    finished = {"status": "finished", "path": os.fsdecode(b"caf\xe9.txt")}
+    write_summary(tmp_path, finished)
     write_failed_summary(tmp_path, "late", {}, 1.0)
-    assert summary_of(tmp_path) == {"status": "finished"}
+    assert summary_of(tmp_path) == finished
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
 
 
@@ -268,6 +269,7 @@ def test_the_end_on_a_full_disk(what, tmp_path, capsys):
     (tmp_path / what).mkdir()  # nothing can be put there, whoever asks
     (tmp_path / what / "file").touch()
     if what == "error.txt":
+        assert write_error(tmp_path / what, "caf\udce9.txt").endswith("error.txt/error.txt")
         said = write_error(tmp_path, "Traceback: all of it")
         assert "error.txt" in said and said.endswith("so the whole traceback stands here:\nTraceback: all of it")
         return
