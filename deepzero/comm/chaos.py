@@ -42,9 +42,3 @@ class Chaos:
                 buffer.fill_(float("nan"))
             elif buffer is not None and buffer.dtype == torch.uint8:
                 buffer.fill_(255)  # quantised messages: their scales are NaN
-
-
-def storage_ptr_of(tensor: torch.Tensor) -> int:
-    """Where the tensor's memory begins; of what has none (the meta device), the number of torch's handle for it."""
-    storage = tensor.untyped_storage()
-    return int(storage.data_ptr() or storage._cdata)

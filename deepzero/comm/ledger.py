@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from deepzero.comm.chaos import storage_ptr_of
+from deepzero.utils.storage import storage_ptr_of
 
 SNAPSHOT = "snapshot"  # of asynchronous saves
 SECONDARY = "secondary"  # what hpZ and MiCS keep of the parameters for a rank's group

@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepzero.comm.chaos import storage_ptr_of
 from deepzero.config.zero import ZeroConfig
 from deepzero.offload.copy_streams import SUMS_TO_DEVICE, HostDeviceCopier, Transfer
 from deepzero.offload.cpu_adam import MOMENTS as MOMENT_NAMES
@@ -57,6 +56,7 @@ from deepzero.offload.pinned_arena import HostArena, Region
 from deepzero.placement import GroupPlan
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS
 from deepzero.runtime.zero.stage_1_and_2 import HOST_MASTERS
+from deepzero.utils.storage import storage_ptr_of
 
 STATES = 4
 """Of a bucket, as ``buffer_count`` counts: master, two moments, gradient."""

@@ -30,12 +30,12 @@ from concurrent.futures import Future, wait
 
 import torch
 
-from deepzero.comm.chaos import storage_ptr_of
 from deepzero.config.strict import ConfigError
 from deepzero.config.zero import ZeroConfig
 from deepzero.offload.copy_streams import HostDeviceCopier, Transfer
 from deepzero.offload.pinned_arena import HostMemory, Region, WithoutValues, describe_bytes
 from deepzero.utils.formatting import binary_bytes
+from deepzero.utils.storage import storage_ptr_of
 from deepzero.utils.threads import thread_pool
 
 BLOCK = 4096

@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import torch
 
-from deepzero.comm.chaos import storage_ptr_of
 from deepzero.device import accelerator_of
 from deepzero.utils.formatting import binary_bytes
+from deepzero.utils.storage import storage_ptr_of
 
 ALIGN_BYTES = 256
 """Every region starts at a multiple: two pairs of cache lines, and what a GPU's copy engine likes."""

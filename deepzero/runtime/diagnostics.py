@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from deepzero.comm import process_group
-from deepzero.comm.chaos import storage_ptr_of
 from deepzero.comm.ledger import UNPREDICTED, Ledger, Traffic
 from deepzero.device import accelerator_of
 from deepzero.runtime.zero.optimizer_shard import OptimizerShard
 from deepzero.runtime.zero.partition_parameters import GatheredParameters
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
+from deepzero.utils.storage import storage_ptr_of
 
 if TYPE_CHECKING:
     from deepzero.runtime.build import ZeroComponents

@@ -39,7 +39,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepzero.comm.chaos import storage_ptr_of
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.exact_sum import chunk_for
 from deepzero.comm.ledger import HOST_CATEGORIES, SECONDARY, SPARE, Ledger, Traffic
@@ -63,6 +62,7 @@ from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParam
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS, PartitionedParamGroup
 from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER, HOST_MASTERS, ParamGroup
 from deepzero.runtime.zero.zeropp import SecondaryAllGather
+from deepzero.utils.storage import storage_ptr_of
 
 if TYPE_CHECKING:
     from deepzero.runtime.build import ZeroComponents

@@ -2,8 +2,8 @@
 
 import torch
 
-from deepzero.comm.chaos import storage_ptr_of
 from deepzero.runtime.zero.buffer_pool import BufferPool
+from deepzero.utils.storage import storage_ptr_of
 
 
 def test_where_room_is_tight_buffers_are_kept_from_pass_to_pass():

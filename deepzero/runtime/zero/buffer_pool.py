@@ -43,8 +43,9 @@ from typing import Any
 
 import torch
 
-from deepzero.comm.chaos import Chaos, storage_ptr_of
+from deepzero.comm.chaos import Chaos
 from deepzero.runtime.zero.fetch_plan import FetchPlan, ModuleUse
+from deepzero.utils.storage import storage_ptr_of
 
 ROUNDS = 8
 """Rounds of simulation after which :func:`stable_sizes` stops; a second one rarely takes what the first did not."""

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepzero.comm.chaos import storage_ptr_of
 from deepzero.layout import Bucket, ParamSlot
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.guards import WriteGuard, check_on_device, write_lost
 from deepzero.runtime.zero.parameter_all_gather import ON_REQUEST, PlainAllGather, send_to_replicas
 from deepzero.utils.dispatch import outliving_pass
+from deepzero.utils.storage import storage_ptr_of
 
 if TYPE_CHECKING:
     from deepzero.runtime.zero.partition_parameters import ZeroParameter

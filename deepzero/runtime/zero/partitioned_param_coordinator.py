@@ -26,7 +26,6 @@ from contextlib import nullcontext
 
 import torch
 
-from deepzero.comm.chaos import storage_ptr_of
 from deepzero.comm.collectives import Communicator
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits, FetchPlan, ModuleUse, compile_plan
@@ -34,6 +33,7 @@ from deepzero.runtime.zero.guards import PartitionedUseError
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, EVALUATION, FORWARD, ON_REQUEST, ON_REQUEST_BROADCAST
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
+from deepzero.utils.storage import storage_ptr_of
 
 log = logging.getLogger(__name__)
 

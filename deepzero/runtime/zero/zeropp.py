@@ -52,7 +52,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepzero.comm.chaos import storage_ptr_of
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.comm.ledger import Traffic
 from deepzero.comm.quantization import CHUNK, Format, Quantizer
@@ -63,6 +62,7 @@ from deepzero.config.strict import ConfigError
 from deepzero.config.zero import QuantizationConfig
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.parameter_all_gather import TO_REPLICAS, TRAINING, PlainAllGather, shard_of
+from deepzero.utils.storage import storage_ptr_of
 
 if TYPE_CHECKING:
     from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
