@@ -93,7 +93,7 @@ HOPS = (
     Hop("", "ModuleHooks.pack", "autograd saves the weight, and is given a record in its place",
         "owner = |offset = |SavedWeight(owner", {"shape": "list(returned.shape)"}, "return"),
     Hop(RELEASE, "PartitionedParameterCoordinator.release_sub_module", "by the next fetch, which is another module's",
-        "NO_ACTION).release|for key in [|self.pool.released(", {"keys fetched next": "list(keys)"}),
+        "NO_ACTION).release|idle = |in idle|self.pool.released(", {"keys fetched next": "list(keys)"}),
     Hop(RELEASE, "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE",
         "self.hide()|self._gathered = |self.status = |pool.give("),
     Hop(READY, "BackwardPasses._gradient_ready", "autograd's hook", "self._stage.", {"param.grad": "param.grad"}),

@@ -518,8 +518,7 @@ class Init:
         self._partition_again(only_unseen=True)
         params = partitioned_in((args, kwargs))
         # The parameters themselves: ``params`` may be aliases of them.
-        records = {param._zero for param in params}
-        themselves = [p for bucket in _buckets_of(params) for p in bucket.params if p._zero in records]
+        themselves = [p for b in _buckets_of(params) for p in b.params if any(p._zero is one._zero for one in params)]
         whole = GatheredParameters(themselves, modifier_rank=0)
         whole.kinds = SETUP, SETUP_BROADCAST
         whole.__enter__()
