@@ -27,7 +27,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1681, 1150),
     "deepzero/comm": (4339, 2720),
-    "deepzero/runtime": (4463, 3050),
+    "deepzero/runtime": (4465, 3050),
     "deepzero/runtime/zero": (5946, 4550),
     "deepzero/offload": (3601, 2500),
     "deepzero/checkpoint": (3718, 2610),
@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (525, 400),
     "deepzero/training": (1010, 380),
     "deepzero/compat": (3401, 1200),
-    "deepzero": (38_417, 23_500),
+    "deepzero": (38_419, 23_500),
     "tools": (5998, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_879, 17_000),
+    "tests": (32_884, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

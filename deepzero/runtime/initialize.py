@@ -245,7 +245,9 @@ def _agreed(
         check_elementwise(chosen, steps_in_turn(settings.zero, chosen), settings.zero.stage > 0)
         build_loss_scaler(settings.precision)  # can still refuse its numbers
         refuse_stream("training_data=", training_data, process_group.world_size())
-        if isinstance(lr_scheduler, (LRScheduler, Scheduler)) and lr_scheduler.optimizer is not chosen:
+        built = lr_scheduler.optimizer.param_groups if isinstance(lr_scheduler, (LRScheduler, Scheduler)) else None
+        # By groups, which accelerate hands on to another optimizer: there the schedule writes the rates.
+        if built is not None and list(map(id, built)) != list(map(id, chosen.param_groups)):
             raise ConfigError(
                 "lr_scheduler= was given, and nothing trains: neither initialize nor its config has an optimizer. Pass "
                 "optimizer=, or leave lr_scheduler= out"

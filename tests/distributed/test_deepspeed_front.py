@@ -340,3 +340,8 @@ def test_arguments_of_initialize(rank, world):
     assert [m.partition(",")[0] for m in messages if "parameters" in m] == [
         "model_parameters= is ignored"][: 1 - rank]  # fmt: skip
     one_step(engine, rank, world)
+    written = torch.optim.SGD(other.parameters(), lr=0.5)
+    stepped = torch.optim.SGD(written.param_groups, lr=0.5)  # has the same groups, so that a schedule of one moves both
+    schedule = torch.optim.lr_scheduler.ConstantLR(written, factor=0.5)
+    engine, *_ = deepzero.initialize(model=other, optimizer=stepped, lr_scheduler=schedule, config=config(stage=1))
+    assert engine.get_lr() == [0.25]
