@@ -30,7 +30,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/runtime": (4465, 3050),
     "deepzero/runtime/zero": (5946, 4550),
     "deepzero/offload": (3601, 2500),
-    "deepzero/checkpoint": (3718, 2610),
+    "deepzero/checkpoint": (3748, 2610),
     "deepzero/launch": (730, 650),
     "deepzero/health": (643, 560),
     "deepzero/monitor": (2563, 1600),
@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (525, 400),
     "deepzero/training": (1010, 380),
     "deepzero/compat": (3401, 1200),
-    "deepzero": (38_419, 23_500),
+    "deepzero": (38_449, 23_500),
     "tools": (5998, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_884, 17_000),
+    "tests": (32_931, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -146,23 +146,41 @@ class EngineState:
         elsewhere = {param for group in groups for param in group.params}
         return {names[0]: p.data for p, names in self.names().items() if p not in elsewhere}
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that belong into a state dict, by name; a shared one once.
+    def _named_buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor, list[str]]]:
+        """The buffers that belong into a state dict: module and key, the tensor, its names by all those of the module.
 
         Raises:
             CheckpointError: a module has extra state, which may be any object.
         """
-        found: dict[str, torch.Tensor] = {}
-        for prefix, module in self.model.named_modules():
+        places: dict[nn.Module, list[str]] = {}
+        for prefix, module in self.model.named_modules(remove_duplicate=False):
+            places.setdefault(module, []).append(prefix)
+        for module, prefixes in places.items():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 raise CheckpointError(
-                    f"module {prefix!r} has extra state (get_extra_state), which deepzero's checkpoints do not hold; "
-                    "keep it in buffers, or save it through client_state"
+                    f"module {prefixes[0]!r} has extra state (get_extra_state), which deepzero's checkpoints do not "
+                    "hold; keep it in buffers, or save it through client_state"
                 )
             for key, buffer in module._buffers.items():
                 if buffer is not None and key not in module._non_persistent_buffers_set:
-                    found[plain_name(f"{prefix}.{key}" if prefix else key)] = buffer
-        return found
+                    yield module, key, buffer, [plain_name(f"{prefix}.{key}".lstrip(".")) for prefix in prefixes]
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Each module's buffers by the module's first name; what two modules share stands under both names."""
+        return {names[0]: buffer for _, _, buffer, names in self._named_buffers()}
+
+    def buffer_aliases(self) -> dict[str, tuple[str, ...]]:
+        """Further names of the buffers of a module that is used under several."""
+        return {first: tuple(more) for *_, (first, *more) in self._named_buffers() if more}
+
+    def make_buffers_writable(self) -> None:
+        """Put a copy in the place of a buffer that values cannot be read into: a transposed or an inference tensor."""
+        copies: dict[torch.Tensor, torch.Tensor] = {}
+        for module, key, buffer, _ in self._named_buffers():
+            if buffer.is_inference() or not buffer.is_contiguous():
+                if buffer not in copies:
+                    copies[buffer] = buffer.clone(memory_format=torch.contiguous_format)
+                module._buffers[key] = copies[buffer]
 
     def trained(self) -> dict[str, ParamGroup]:
         """Every trained parameter's group."""
@@ -237,14 +255,17 @@ def collect(
             # Numbers that are tensors (a capturable learning rate) as numbers.
             value = group[key].item() if torch.is_tensor(group[key]) and group[key].numel() == 1 else group[key]
             groups[number][key] = _plain(value, f"optimizer group {number}, {key!r}")
-    buffers = holdings.buffers().items()
+    aliases = {name: {"aliases": list(more)} for name, more in holdings.buffer_aliases().items()}
     manifest = Manifest(
         **facts,
         written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={**versions, "python": platform.python_version(), "byteorder": sys.byteorder},
         world_size=comm.world_size,
         parameters=_parameters(holdings, dtypes, states),
-        buffers={name: {"shape": list(buffer.shape), "dtype": DTYPES[buffer.dtype]} for name, buffer in buffers},
+        buffers={
+            name: {"shape": list(buffer.shape), "dtype": DTYPES[buffer.dtype], **aliases.get(name, {})}
+            for name, buffer in holdings.buffers().items()
+        },
         layout=[
             {
                 "parameters": [plain_name(name) for name in group.names],

@@ -347,7 +347,8 @@ def export(
         sources[plan] = info.values_key, name
     for name, buffer in reader.manifest.buffers.items():
         kept = _wanted(buffer["dtype"], PRECISIONS[dtype])
-        sources[TensorPlan(_stripped(name, strip_prefix), kept, tuple(buffer["shape"]))] = BUFFER, name
+        short, *aliases = (_stripped(known, strip_prefix) for known in (name, *buffer.get("aliases", ())))
+        sources[TensorPlan(short, kept, tuple(buffer["shape"]), tuple(aliases))] = BUFFER, name
     if left_out and not partial:
         raise CheckpointError(
             f"{path} was saved without parameters that are not trained ({left_out[0]!r} and {len(left_out) - 1} more); "
@@ -364,7 +365,7 @@ def export(
             key, name = sources[plan]
             for start, stop in plan.pieces():
                 _, stored = reader.extent(key, name) or (0, None)
-                piece = torch.empty(stop - start, dtype=stored)
+                piece = torch.empty(stop - start, dtype=stored, device="cpu")
                 with naming(lambda: complete_beside(path.parent, path.name)):
                     reader.read([Entry(key, name, start, piece)])
                 yield convert(piece, plan)
@@ -397,8 +398,11 @@ def save_gathered(
         check_filename(filename)
         tensors: dict[TensorPlan, torch.Tensor] = {}
         trained = holdings.trained()
+        found: list[tuple[torch.Tensor, list[str]]]
         found = [(p, names) for p, names in holdings.names().items() if with_frozen or names[0] in trained]
-        for tensor, (name, *aliases) in (*found, *((buffer, [name]) for name, buffer in holdings.buffers().items())):
+        more = holdings.buffer_aliases()
+        found += [(buffer, [name, *more.get(name, ())]) for name, buffer in holdings.buffers().items()]
+        for tensor, (name, *aliases) in found:
             if tensor.dtype not in DTYPES:
                 raise CheckpointError(f"{name!r} is {tensor.dtype}, which cannot be saved")
             dtype = _wanted(DTYPES[tensor.dtype], holdings.compute_dtype)

@@ -135,6 +135,7 @@ class Loader:
         missing = {name for name, shape in shapes.items() if 0 not in shape} - kept
         self._absent = missing | (set(buffers) - set(self.manifest.buffers))
         missing = self._absent if self.reader.checked or self.reader.checks_files else missing
+        self._absent = {*self._absent, *(shapes.keys() - stored)}  # one without elements, which nobody misses
         unknown = {*self.manifest.parameters, *self.manifest.buffers} - set(buffers) - set().union(*names.values())
         if not self.reader.checked:  # other programs store a shared buffer under each of its names
             unknown -= {plain_name(name) for name, _ in self.holdings.model.named_buffers(remove_duplicate=False)}
@@ -187,6 +188,7 @@ class Loader:
             CheckpointError: on every rank, when one has found damage; the tensors are a mixture then.
         """
         with together():
+            self.holdings.make_buffers_writable()
             runs = self.reader.read(self._wanted())
         everyone = process_group.all_gather_object(runs)
         if self.optimizer or self.reader.checks_files:
@@ -327,7 +329,8 @@ def _set_scalar(state: dict[str, Any], key: str, encoded: Any) -> None:
     if not (isinstance(encoded, dict) and "dtype" in encoded):
         state[key] = decode(encoded, {})
         return
-    value = torch.full(encoded["shape"], decode(encoded["value"], {}), dtype=TORCH_DTYPES[encoded["dtype"]])
+    dtype = TORCH_DTYPES[encoded["dtype"]]
+    value = torch.full(encoded["shape"], decode(encoded["value"], {}), dtype=dtype, device="cpu")
     if torch.is_tensor(state.get(key)):
         state[key].copy_(value)
     else:

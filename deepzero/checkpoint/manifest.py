@@ -49,7 +49,7 @@ MANIFEST, COMMIT, LATEST = "manifest.json", "COMMIT", "latest"
 MASTER = "master"
 """fp32 values of a parameter that is trained."""
 PARAMETER = "parameter"
-"""Values of a parameter that is not trained, in the compute dtype."""
+"""Values of a parameter that is not trained, in its own dtype."""
 BUFFER = "buffer"
 RNG = "rng"
 CLIENT = "client"
@@ -332,6 +332,8 @@ def row_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
         expected.update({(key, name): (numel, dtype) for key, dtype in param.tensors.items()})
     for name, buffer in manifest.buffers.items():
         expected[BUFFER, name] = _numel_of(buffer["shape"], f"buffer {name!r}"), buffer["dtype"]
+        aliases = buffer.get("aliases", [])  # of a module that is used under several names
+        _need(isinstance(aliases, list) and all(isinstance(alias, str) for alias in aliases), f"{name!r}: {aliases!r}")
     schedule = manifest.lr_scheduler["state"] if manifest.lr_scheduler else None
     states = [info.state for info in manifest.parameters.values()]
     for name, shape in tensor_names([manifest.client_state, schedule, states]).items():

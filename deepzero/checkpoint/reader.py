@@ -88,7 +88,7 @@ class CheckpointReader:
         tensors = {}
         for name in tensor_names(encoded):
             numel, dtype = self.extent(CLIENT, name) or (0, torch.float32)
-            tensors[name] = torch.empty(numel, dtype=dtype)
+            tensors[name] = torch.empty(numel, dtype=dtype, device="cpu")
         self.read([Entry(CLIENT, name, 0, tensor) for name, tensor in tensors.items()])
         return decode(encoded, tensors)
 

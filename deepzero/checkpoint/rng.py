@@ -17,7 +17,7 @@ def capture(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, An
     kind, keys, position, has_gauss, numpy_gauss = np.random.get_state(legacy=True)
     tensors = {
         "torch": torch.get_rng_state(),
-        "python": torch.tensor(words, dtype=torch.int64),
+        "python": torch.tensor(words, dtype=torch.int64, device="cpu"),
         "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
     }
     if (accelerator := accelerator_of(device)).has_streams:

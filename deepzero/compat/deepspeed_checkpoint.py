@@ -215,7 +215,7 @@ class _Checkpoint:
         """A number that may be a tensor, which is then read."""
         if not torch.is_tensor(value):
             return value
-        into = torch.empty(1, dtype=value.dtype)
+        into = torch.empty(1, dtype=value.dtype, device="cpu")
         read_rows(self.path / file, None, [(Row("", "", DTYPES[value.dtype], 0, 1, _place(value)), into)])
         return into.item()
 

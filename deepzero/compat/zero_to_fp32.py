@@ -60,7 +60,7 @@ class LazyTensor:
 
     def contiguous(self) -> torch.Tensor:
         """The values, on the CPU."""
-        values = torch.empty(self.shape, dtype=self.dtype)
+        values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.reader.read([Entry(self.key, self.name, 0, values.view(-1))])
         return values
 
@@ -102,7 +102,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     for name, info in reader.manifest.parameters.items():
         add(info.values_key, name, info.shape, info.aliases)
     for name, buffer in reader.manifest.buffers.items():
-        add(BUFFER, name, buffer["shape"])
+        add(BUFFER, name, buffer["shape"], buffer.get("aliases", ()))
     made = {} if lazy_mode else {lazy.name: lazy.contiguous() for lazy in dict.fromkeys(found.values())}
     return {name: lazy if lazy_mode else made[lazy.name] for name, lazy in found.items()}
 

@@ -6,6 +6,8 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 import deepzero
+from deepzero.checkpoint import rng
+from deepzero.checkpoint.reader import read_own
 from deepzero.comm import process_group
 from tests.distributed.checkpoints import engine_for, fingerprints, said, steps
 from tests.distributed.pool import on_ranks
@@ -56,6 +58,23 @@ class Normed(nn.Module):
 
     def forward(self, ids, labels):
         return nn.functional.cross_entropy(self.head(self.norm(self.embed(ids).flatten(1))), labels[:, 0])
+
+
+class Rebinds(TinyModel):
+    """Its buffers become tensors that nothing can be read into; and it may have an empty parameter."""
+
+    def __init__(self, empty=False):
+        super().__init__()
+        if empty:
+            self.empty = nn.Parameter(torch.zeros(0, 3), requires_grad=False)
+        self.register_buffer("turned", torch.zeros(3, 2))
+        self.register_buffer("inferred", torch.zeros(2))
+
+    def forward(self, ids, labels):
+        self.turned = (self.turned + 1).t().contiguous().t()
+        with torch.inference_mode():
+            self.inferred = self.inferred + 2
+        return super().forward(ids, labels)
 
 
 class Pair(TinyModel):
@@ -306,6 +325,26 @@ def test_compiled_models(rank, world, tmp_path):
         saved = fingerprints(engine)
         engine.destroy()
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks()
+def test_buffers_that_the_model_has_rebound(rank, world, tmp_path, stage):
+    """They are read into copies; also beside a new parameter that is empty."""
+    engine = engine_for(world, stage, model=Rebinds())
+    steps(engine, rank, world, 1)
+    saved = [engine.module.turned.tolist(), engine.module.inferred.tolist()]
+    engine.save_checkpoint(tmp_path, client_state={"given": torch.ones(2)})
+    reader = read_own(tmp_path, None)
+    with torch.device("meta"):  # as who has set another default device
+        assert reader.value(reader.manifest.client_state)["given"].tolist() == [1, 1]
+        assert {tensor.device.type for tensor in rng.capture(engine.device)[0].values()} == {"cpu"}
+    steps(engine, rank, world, 2)
+    for loading in (engine, engine_for(world, stage, model=Rebinds(empty=True))):
+        loading.load_checkpoint(tmp_path)
+        assert [loading.module.turned.tolist(), loading.module.inferred.tolist()] == saved
+        steps(loading, rank, world, 2)
+        loading.destroy()
 
 
 @pytest.mark.parametrize("what", KEEPING)

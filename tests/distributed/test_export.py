@@ -21,6 +21,7 @@ from deepzero.checkpoint.checkpoint_dir import read_manifest
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.export import export
 from deepzero.checkpoint.reader import read_header
+from deepzero.compat.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.distributed.checkpoints import said
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import TinyModel, config, go, make_model, one_step, start
@@ -42,6 +43,8 @@ class Buffered(nn.Module):
         self.register_buffer("count", torch.tensor(2**40 + 1))
         self.register_buffer("mask", torch.tensor([True, False, True]))
         self.register_buffer("scratch", torch.ones(2), persistent=False)
+        self.one = self.other = nn.Module()  # under two names
+        self.one.register_buffer("seen", torch.linspace(0, 1, 3))
 
     def forward(self, ids, labels):
         return self.tiny(ids, labels) * self.scale + 0 * self.frozen.sum()
@@ -119,8 +122,10 @@ def test_every_stage(ranks, tmp_path, stage, world, precision):
     compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     expected = {name: t.to(compute) if t.is_floating_point() else t for name, t in state.items()}
     alias = expected.pop("tiny.head.weight")
+    assert same(expected.pop("other.seen"), expected["one.seen"])
     for name, dtype in (("same", precision), ("full", "fp32")):
-        done = export(tmp_path / "checkpoints", tmp_path / name, dtype)
+        with torch.device("meta"):  # as who has set another default device
+            done = export(tmp_path / "checkpoints", tmp_path / name, dtype)
         assert done.files == ("model.safetensors",) and done.left_out == ()
     file = tmp_path / "same" / "model.safetensors"
     got = safetensors_torch.load_file(file)
@@ -136,8 +141,11 @@ def test_every_stage(ranks, tmp_path, stage, world, precision):
     parts, sizes = load_parts(tmp_path / "parts", "pytorch.safetensors.index.json")
     assert all(same(parts[name], expected[name]) for name in expected) and len(sizes) > 1
 
-    # Both names of the tied weight come back.
-    assert read_header(file)[0] == {"format": "pt", "tiny.head.weight": "tiny.embed.weight"}
+    # All names of what is tied or shared come back.
+    assert read_header(file)[0] == {"format": "pt", "tiny.head.weight": "tiny.embed.weight", "other.seen": "one.seen"}
+    with torch.device("meta"):
+        state = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "checkpoints")
+    buffered().load_state_dict(state)
     model = buffered().to(compute)
     missing, unexpected = safetensors_torch.load_model(model, file)
     assert not missing and not unexpected and same(model.tiny.head.weight.data, alias)
