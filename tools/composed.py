@@ -132,7 +132,7 @@ def on_cluster(arguments: argparse.Namespace, cluster: Cluster) -> argparse.Name
 
 def _world(arguments: argparse.Namespace, nproc: int | None) -> ClusterShape:
     at_least_one(arguments, "ranks", "ranks_per_node")
-    ranks = arguments.ranks or nproc or default_nproc()
+    ranks = arguments.ranks or nproc or default_nproc(arguments.device or "auto")
     per_node = arguments.ranks_per_node or min(8, ranks)
     if arguments.ranks_per_node is not None:
         try:
