@@ -383,9 +383,7 @@ def _build_reducer(
     if config.zero.zero_quantized_gradients and comm.world_size > 1:  # qgZ, where anything travels
         # Persistent parameters (norms, biases) are few bytes, and the most sensitive ones: a scale of theirs would
         # cover gradients of several parameters, whose magnitudes have nothing to do with each other.
-        exact = {
-            number for number, group in enumerate(groups) if config.zero.stage == 3 and not group.placement.partitioned
-        }
+        exact = {g for g, group in enumerate(groups) if config.zero.stage == 3 and not group.placement.partitioned}
         layouts = [group.layout for group in groups]
         numel = 2 * sum(layout.padded_numel for layout in layouts)
         dtypes_on_the_way = {dtypes.wire, torch.float32}

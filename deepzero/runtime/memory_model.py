@@ -411,7 +411,6 @@ def build_ledger(
     )
     layouts = [group.layout for group in built.groups]
     persistent = [g.layout for g in built.groups if built.stage3 is not None and not g.placement.partitioned]
-
     memory, padding = _states(built, comm.world_size, sizes)
     traffic = predicted_traffic(layouts, comm.nodes, sizes, persistent)
     memory["buckets"] = bucket_bytes(layouts, comm.world_size, comm.device_type, sizes, comm.nodes)
