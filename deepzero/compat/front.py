@@ -1,8 +1,8 @@
 """``initialize``, its engine and ``zero.Init`` behind ``import deepspeed``, where they do as DeepSpeed does.
 
 ``deepzero.initialize`` makes fp32 masters of the values that a model has, so that nothing is lost. DeepSpeed casts the
-model to the compute dtype before, and a script that runs in its place shall have the losses that it had there. Both
-doors lead to the same engine, which finds values that the compute dtype can hold. And plain tensors have a
+model to the compute dtype before, and a script that runs in its place shall have the losses that it had there. The
+engine of this module is the other door's, and rounds the model before it is built. And plain tensors have a
 ``ds_status``, for scripts that ask those that autograd hands back.
 
 Source: ``_cast_module_mixed_precision``, ``_configure_zero_optimizer`` and ``scale`` in ``runtime/engine.py``,
