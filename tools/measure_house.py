@@ -29,7 +29,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/comm": (4339, 2720),
     "deepzero/runtime": (4462, 3050),
     "deepzero/runtime/zero": (5946, 4550),
-    "deepzero/offload": (3601, 2500),
+    "deepzero/offload": (3602, 2500),
     "deepzero/checkpoint": (3748, 2610),
     "deepzero/launch": (730, 650),
     "deepzero/health": (643, 560),
@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (525, 400),
     "deepzero/training": (1010, 380),
     "deepzero/compat": (3401, 1200),
-    "deepzero": (38_446, 23_500),
+    "deepzero": (38_447, 23_500),
     "tools": (5998, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_931, 17_000),
+    "tests": (32_932, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -345,7 +345,7 @@ class HostParamUpload:
         """Where the step writes parameters that live on the host, if not where they live."""
 
     def output_fragments(self) -> list[torch.Tensor | None]:
-        """One tensor of the compute dtype for each fragment, into which the CPU writes the updated parameter.
+        """One tensor of the compute dtype and the master's shape for each fragment, which the CPU writes.
 
         An entry is None where the master is uploaded itself, or the parameter *is* the master, as in fp32 without
         files. Waits until the previous upload from the same memory has completed.
@@ -364,7 +364,8 @@ class HostParamUpload:
         for start, numel in [*runs, (staged.numel(), 0)]:  # padding between parameters is zero on the device, too
             staged[cursor:start].zero_()
             cursor = start + numel
-        return [staged[start : start + numel] for start, numel in runs]
+        pairs = zip(runs, self.masters, strict=True)
+        return [staged[start : start + numel].view(master.shape) for (start, numel), master in pairs]
 
     def where(self) -> tuple[int, str]:
         """The bucket's number and its first parameter, for traces."""
@@ -395,7 +396,7 @@ class HostParamUpload:
         """Send what the masters hold, without a step: they have been loaded."""
         for out, master in zip(self.output_fragments(), self.masters, strict=True):
             if out is not None:
-                out.copy_(master.view(-1))
+                out.copy_(master)
         self.send()
 
 

@@ -200,10 +200,11 @@ def test_a_disk_that_fails_in_a_backward_pass(rank, world, tmp_path):
 
 def test_whole_tensors_keep_their_shape(ranks, tmp_path):
     """Muon's matrices, whose parameters in files are their own masters in fp32; CPUAdam's with its states there."""
-    for optimizer in ({"type": "Muon", "params": {"lr": 1e-2}}, {"type": "CPUAdam", "params": {"per_tensor": True}}):
-        cases = [settings(3, tmp_path, param, optimizer=states) for param, states in (
-            (None, False), ({}, False), *[({}, True)] * (optimizer["type"] == "CPUAdam"),
-        )]  # fmt: skip
+    muon, adam = {"type": "Muon", "params": {"lr": 1e-2}}, {"type": "CPUAdam", "params": {"per_tensor": True}}
+    for optimizer, more in ((muon, {}), (adam, {}), (adam, {"precision": "bf16"})):
+        cases = [in_memory.settings(3, ratio, bucket=BUCKET, **more) for ratio in (None, 1.0)]
+        cases += [settings(3, tmp_path, {}, optimizer=False, **more)]
+        cases += [settings(3, tmp_path, param, **more) for param in (None, {}) if optimizer is adam]
         check_same_bits(ranks, [(case | {"optimizer": optimizer}, "wide") for case in cases], 2)
 
 

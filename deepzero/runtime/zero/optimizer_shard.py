@@ -212,7 +212,7 @@ class OptimizerShard:
                 self._unscale_and_step(masters, divisor)
                 for master, out in zip(masters, outs, strict=True) if outs is not None else ():
                     if out is not None:
-                        out.copy_(master.view(-1))
+                        out.copy_(master)
         finally:
             self._stepping = False
 
