@@ -7,11 +7,12 @@ others, as ``safetensors.torch.save_model`` does it: ``{other name: stored name}
 Values of trained parameters are the fp32 masters, rounded once to the wanted dtype. Floating buffers and parameters
 that were not trained are converted as well, which is what ``model.to(dtype).save_pretrained(…)`` writes; integers stay.
 Where every byte will lie is known before the first value is asked for, so nothing is collected: memory holds the piece
-that is being written (:data:`PIECE_BYTES`), and what is read of a checkpoint is compared with its CRC-32.
+that is being written (:data:`PIECE_BYTES`). What is read of a checkpoint of ours is compared with its CRC-32.
 
 **A model appears whole.** Files are written into a hidden folder inside the output folder, flushed, then renamed. The
 file that a reader opens first (the index, or the only file) comes last; when an older model is replaced, that file of
-it goes first. A reader never sees parts of two models. When anything fails, what was there before is there again.
+it goes first. One file takes another's place at once. A reader never sees parts of two models. When anything fails,
+what was there before is there again.
 
 Commands: ``python -m tools.export``; ``engine.save_16bit_model``. Source: ``zero_to_fp32.py`` in [DeepSpeed], which
 holds the whole model.
