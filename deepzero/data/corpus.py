@@ -203,10 +203,8 @@ def split_by_file(sizes: dict[str, int], val_fraction: float) -> tuple[list[str]
         if sizes[name] <= room:
             val.append(name)
             room -= sizes[name]
-    if not val:
-        val = [min(order, key=lambda name: sizes[name])]
-    kept = set(val)
-    return [name for name in order if name not in kept], val
+    kept = dict.fromkeys(val or [min(order, key=lambda name: sizes[name])])
+    return [name for name in order if name not in kept], list(kept)
 
 
 def split_single(content: bytes, val_fraction: float, max_bytes: int | None = None) -> tuple[bytes, bytes]:

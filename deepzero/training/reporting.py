@@ -48,10 +48,10 @@ def build_monitor(
     run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, model: GPT | HFModel, corpus: Corpus
 ) -> Monitor:
     """Rank 0's reports to the terminal, to files and to loggers; the others' report to nobody."""
-    batch, dtype = engine.batch, run.engine.precision.dtype
+    batch, dtype, train = engine.batch, run.engine.precision.dtype, run.train
     device = accelerator_of(engine.device).device_name(engine.device)
     workload = Workload(
-        total_steps=run.train.steps,
+        total_steps=train.steps,
         tokens_per_step=batch.global_batch * run.model.block_size,
         flops_per_token=model.flops_per_token(),
         world_size=engine.world_size,
@@ -61,12 +61,9 @@ def build_monitor(
     if engine.global_rank != 0:
         return Monitor(workload, run_dir)
     settings, done, seen = dataclasses.asdict(run), engine.global_steps, engine.global_samples * run.model.block_size
-    every = run.train.eval_every
-    again = every > 0 and (done % every == 0 or done == run.train.steps)
+    again = train.eval_every > 0 and (done % train.eval_every == 0 or done == train.steps)
     try:
-        monitor = make_monitor(
-            workload, run.logger, run_dir, settings, done, seen, again, log_every=run.train.log_every
-        )
+        monitor = make_monitor(workload, run.logger, run_dir, settings, done, seen, again, log_every=train.log_every)
     except OSError as error:
         raise cannot_write(run_dir, error) from None
     monitor.line(f"data   {corpus.description}")
