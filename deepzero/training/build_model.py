@@ -91,7 +91,7 @@ def preflight(run: RunConfig, world_size: int, device: str) -> None:
     check_elementwise(optimizer, steps_in_turn(run.engine.zero, optimizer), run.engine.zero.stage > 0)
     build_scheduler(run.engine.scheduler, optimizer, run.train.steps)
     corpus, size = load_corpus(run.data), run.model.vocab_size
-    if corpus.vocab_size > size:
-        raise ConfigError(f"model.vocab_size={size}: data={run.data.name} has token ids up to {corpus.vocab_size - 1}")
+    if (ids := corpus.vocab_size) > size:
+        raise ConfigError(f"model.vocab_size={size}: data={run.data.name} has token ids up to {ids - 1}, and needs {ids}")
     train_data, _ = sequences(run, corpus)
     GlobalBatchSampler(len(train_data), batch.global_batch, run.train.seed)

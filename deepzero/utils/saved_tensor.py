@@ -25,15 +25,15 @@ class SavedTensor(NamedTuple):
 
     def unpack(self) -> torch.Tensor:
         """The tensor, unchanged."""
-        check_version(self.version, self.tensor, self.tensor.shape)
+        check_version(self.version, self.tensor)
         return self.tensor
 
 
-def check_version(version: int, tensor: torch.Tensor, shape: Sequence[int]) -> None:
-    """Raise a RuntimeError in torch's words when ``tensor``, of this shape when it was saved, has another version."""
+def check_version(version: int, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> None:
+    """Raise a RuntimeError in torch's words when ``tensor`` has another version; ``shape`` it had when it was saved."""
     if tensor._version != version:
+        of = "" if tensor.is_nested else f" of shape {tuple(tensor.shape if shape is None else shape)}"
         raise RuntimeError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
-            f"{tensor.dtype} tensor of shape {tuple(shape)} is at version {tensor._version}, and version {version} was "
-            "saved"
+            f"{tensor.dtype} tensor{of} is at version {tensor._version}, and version {version} was saved"
         )
