@@ -92,6 +92,6 @@ def preflight(run: RunConfig, world_size: int, device: str) -> None:
     build_scheduler(run.engine.scheduler, optimizer, run.train.steps)
     corpus, size = load_corpus(run.data), run.model.vocab_size
     if (ids := corpus.vocab_size) > size:
-        raise ConfigError(f"model.vocab_size={size}: data={run.data.name} has token ids up to {ids - 1}, and needs {ids}")
+        raise ConfigError(f"model.vocab_size={size}: data={run.data.name} has token ids up to {ids - 1}: {ids} or more")
     train_data, _ = sequences(run, corpus)
     GlobalBatchSampler(len(train_data), batch.global_batch, run.train.seed)
