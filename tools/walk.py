@@ -4,9 +4,9 @@
     python -m tools.walk --update
 
 Real ranks on this machine build a tiny GPT and take an optimizer step. Python's profiler reports every function that is
-called. Of those that are listed in HOPS (tools/walk.py) the ones that handle the parameter are printed, in the order of
-their calls, with the lines of their source that count and the tensors that they hold; a function that is not called is
-not printed. The steps are numbered as in docs/step.md. The second form makes the transcripts in docs/ anew.
+called. Of those in HOPS (tools/walk.py) the ones that handle the parameter are printed, in the order of their calls,
+with the lines of source that count and the tensors that they hold; steps have docs/step.md's numbers. The second form
+makes the transcripts in docs/ anew.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ NOW, MINE, SHARD = {"param": "w.param.data"}, {"grad_S": "w.grad_S", "master_S":
 HOPS = (
     Hop(BUILD, "take_values", "rank 0's values arrive",
         "values = |param.data = |comm.broadcast(", {"values": "returned"}, "return"),
-    Hop(BUILD, "ParamGroup._keep_fragments", "this rank's fragment is kept, the rest let go",
-        "values = self.|part = values|kept = ", NOW, "return"),
+    Hop(BUILD, "ParamGroup._keep_fragments", "a fragment is kept, for the uncast master, then flat_P or shard_S",
+        "values = self.|part = values|= into_master(|else kept|.param_fragment(self.", NOW, "return"),
     Hop(BUILD, "ParamGroup._attach_params", "the parameter becomes a view of flat_P",
         "self.comm.all_gather(|param.data = ", NOW, "return"),
     Hop(BUILD, "OptimizerShard.__init__", "what the optimizer has here: grads[master] is a view of grad_S",
@@ -77,24 +77,23 @@ HOPS = (
     Hop(FETCH, "ModuleHooks.unpack", "the backward pass asks for the weight that it saved",
         "if packed.key|self.coordinator.fetch|flat = bucket|return flat"),
     Hop(FETCH, "PartitionedParameterCoordinator.fetch_sub_module", "release, launch mine and the next, wait for mine",
-        "elif self.current|if show|planned = |self.release_sub|fetches = |fetches += |in fetches|if bucket.status|"
-        "bucket.launch(|for key in keys:|self._wait(|.show", {"keys": "list(keys)", "where": "where"}),
+        "elif self.current|if show|return|planned = |.release_sub|fetches |in fetches|in self.live:|continue|"
+        "if bucket.st|.launch(|current = |for key in keys:|._wait(|.show", {"keys": "list(keys)", "where": "where"}),
     Hop(FETCH, "PartitionedBucket.launch", "NOT_AVAILABLE to INFLIGHT",
         "buffer = self.pool|self._gathered = buffer[|.launch(kind|self.status = ", SHARD),
-    Hop("", "PlainAllGather.launch", "my shard goes to its place in the buffer, and to the other ranks",
+    Hop("", "PlainAllGather.launch", "pack copies my shard into the buffer, and it leaves (fetch_shard: from the host)",
         "messages, rank|.fetch_shard(|self.pack(|self._pending = "),
-    Hop("", "Communicator.exchange", "torch is called: whole parts of the bucket leave",
-        "if self._pairwise|.isend(|.irecv(|.all_to_all(",
-        {"kind": "kind", "send": "[part for q, part in enumerate(send) if q != self.rank]"}, whose="callers"),
+    Hop("", "Communicator.exchange", "torch is called: whole parts of the bucket leave; with NCCL by one all_to_all",
+        ".isend(|.irecv(", {"kind": "kind", "send": "[*send[: self.rank], *send[self.rank + 1 :]]"}, whose="callers"),
     Hop(FETCH, "PartitionedBucket.wait", "INFLIGHT to AVAILABLE", ".finish()|self.status = ",
         {"gathered": "w.part_of(self.gathered)"}, "return"),
     Hop("", "PartitionedBucket.show", "views, not copies", "whole, start = |for param|param.show("),
     Hop("", "ZeroParameter.show", "what the parameter shows from here on", "self.data = ", {"param": "values"}),
     Hop("", "ModuleHooks.pack", "autograd saves the weight, and is given a record in its place",
         "owner = |offset = |SavedWeight(owner", {"shape": "list(returned.shape)"}, "return"),
-    Hop(RELEASE, "PartitionedParameterCoordinator.release_sub_module", "by the next fetch, which is another module's",
+    Hop(RELEASE, "PartitionedParameterCoordinator.release_sub_module", "by the next fetch; released notes left views",
         "NO_ACTION).release|idle = |in idle|self.pool.released(", {"keys fetched next": "list(keys)"}),
-    Hop(RELEASE, "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE",
+    Hop(RELEASE, "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE, by _release; give returns the buffer",
         "self.hide()|self._gathered = |self.status = |pool.give("),
     Hop(READY, "BackwardPasses._gradient_ready", "autograd's hook", "self._stage.", {"param.grad": "param.grad"}),
     Hop(READY, "GradientReducer.reduce_ready_gradient", "taken, counted; what is complete and next in order leaves",
@@ -103,32 +102,31 @@ HOPS = (
         {"param.grad": "w.param.grad", "waiting": "self.waiting_of(w.param)"}, "return"),
     Hop(READY, "GradientReducer._count", "so many of its bucket's gradients are still to come, after this one", "-= 1",
         {"missing": "self._missing[self._position[key]]"}, "return"),
-    Hop("", "GradientReducer._reduce_bucket", "its last gradient is there, and it is next in order",
-        ".grad_output(|.acquire(|.fill(|.launch(", {"bucket": "bucket.index"}),
-    Hop("", "UnreducedGradients.fill", "the bucket's gradients are copied into a buffer, and freed",
-        "views = [|in zip(bucket|self._waiting.pop(|s.append(|_foreach_copy_(",
+    Hop("", "GradientReducer._reduce_bucket", "complete, and next in order. accumulate is false in a step's 1st "
+        "micro-batch: it overwrites grad_S", ".grad_output(|.acquire(|.fill(|.launch(", {"bucket": "bucket.index"}),
+    Hop("", "UnreducedGradients.fill", "the bucket's gradients are copied into the buffer, by views, and freed",
+        "in zip(bucket|self._waiting.pop(|if waiting is not|s.append(|_foreach_copy_(",
         {"send_buffer": "w.part_of(send_buffer)", "waiting": "self.waiting_of(w.param)"}, "return"),
-    Hop("", "BucketReducer._launch_exact", "a part for each owner; ours stays in the buffer",
-        "bucket, outgoing|recv = |inflight.pending = |inflight.parts = "),
-    Hop("", "BucketReducer._finish", "the bucket is waited for",
-        "pending.wait()|comm.sum_in|inflight.parts|_free_buffers", {"bucket": "inflight.bucket.index"}),
-    Hop("", "sum_chunk", "chunk by chunk, in fp32",
-        "for number|added = |values = |values.copy_(|if added|total.add_(", {"from": "start"}, whose="callers"),
-    Hop("", "sum_in_rank_order", "contributions to this rank's fragment are added, rank 0's first",
+    Hop("", "BucketReducer._launch_exact", "by launch, as comm.reduce is exact: a part for each owner; ours stays here",
+        "bucket, outgoing|inflight.pending = |inflight.parts = "),
+    Hop("", "BucketReducer._finish", "by BucketReducer.drain, which reduce_gradients calls, or earlier, by acquire",
+        "pending.wait()|comm.sum_in|_free_buffers", {"bucket": "inflight.bucket.index"}),
+    Hop("", "sum_chunk", "called by sum_in_rank_order, next: chunk by chunk, in fp32",
+        "for number|added = |values = |values.copy_(|if added|total.add_(", {"start": "start"}, whose="callers"),
+    Hop("", "sum_in_rank_order", "contributions to this rank's fragment, rank 0's first; on_chunk: BlockNorms.measure",
         "target = output|sum_chunk(|on_chunk(target",
-        {"part": "[w.fragment_of(part) for part in parts]", "sum": "w.fragment_of(output)"}, "return", "callers"),
-    Hop(BOUNDARY, "Engine._take_model_step", "from here to the end of step 6, for all parameters",
-        "end_passes(|.reduce_gradients(|bins = |= agree(|mean_divisor = |norm = |clip = |_shard.step(|.publish(",
-        whose="all"),
-    Hop(STEP, "agree", "one all-reduce: the norm of all sums, and the mean loss",
-        "words = |all_reduce(|numbers = |mean = ", {"norm": "returned.norm", "loss": "returned.loss"}, "return", "all"),
+        {"part": "[f'from rank {q}  ' * (len(parts) > 1) + line for q, part in enumerate(parts)"
+                 " for line in in_words(w.fragment_of(part))]", "sum": "w.fragment_of(output)"}, "return", "callers"),
+    Hop(BOUNDARY, "Engine._take_model_step", "to the end of step 6, for all parameters", "end_passes(|.publish(|"
+        ".reduce_gradients(|bins = |= agree(|mean_divisor = |_settle(|norm = |clip = |_shard.step(", whose="all"),
+    Hop(STEP, "agree", "one all-reduce: bins, the squares of block norms as integers by exponent; everyone's losses",
+        "words|mean = |return Step", {"norm of the sums": "returned.norm", "loss": "returned.loss"}, "return", "all"),
     Hop(STEP, "OptimizerShard.step", "what is divided by, once: ranks, micro-batches, loss scale, clip",
         "in enumerate(|self._optimizer_step(", {"divisor": "divisor"}, whose="all"),
-    Hop(STEP, "OptimizerShard._unscale_and_step", "the optimizer has stepped on the fragment",
+    Hop(STEP, "OptimizerShard._unscale_and_step", "grad_S, of which to() makes no copy, is divided in place",
         "grads = |.grad = grad|unscale_and_clip_grads(|optimizer.step()", MINE, "return", "all"),
-    Hop(PUBLISH, "ZeroStage1And2.publish_bucket", "it is cast, and leaves", ".copy_(|if not|self.launch_all"),
-    Hop(PUBLISH, "ZeroStage1And2.launch_all_gather", "my part lies in its place", "whole, |.all_gather(",
-        {"cast": "w.shard"}),
+    Hop(PUBLISH, "ZeroStage1And2.publish_bucket", "by all_gather_dp_groups: cast, sent", ".copy_(|if not|.launch_all"),
+    Hop(PUBLISH, "ZeroStage1And2.launch_all_gather", "in place", "whole, |others = |.all_gather(", {"cast": "w.shard"}),
     Hop(PUBLISH, "ZeroStage1And2.wait_all_gathers", "the buckets have arrived", "gather.wait()", NOW, "return", "all"),
     Hop(PUBLISH, "PartitionedParamGroup.cast_masters", "nothing is sent", "masters = |.copy_(", SHARD, "return"),
 )  # fmt: skip
@@ -174,8 +172,9 @@ class Watch:
         if mine := self.group.fragment_and_master(self.slot.index):
             self.fragment, self.master = mine
             self.grad_S = shard.grads[self.master]
-        partitioned = getattr(getattr(self.param, "_zero", None), "bucket", None)
-        self.key = partitioned and partitioned.key  # the coordinator's number for the bucket
+        self.key = getattr(
+            getattr(getattr(self.param, "_zero", None), "bucket", None), "key", None
+        )  # the coordinator's number for the bucket
 
     shard = property(lambda self: None if self.master is None else self.group.param_fragment(self.fragment))
 
@@ -220,14 +219,13 @@ class Watch:
     @torch.no_grad()
     def profile(self, frame: FrameType, event: str, returned: Any) -> None:
         """For :func:`sys.setprofile`."""
-        number = self._hops.get(frame.f_code)
-        if number is None or event != (hop := HOPS[number]).when:
+        if (number := self._hops.get(frame.f_code)) is None or event != (hop := HOPS[number]).when:
             return
         if hop.name == "OptimizerShard.__init__":
             self.learn(frame.f_locals["self"])
         with torch._C.DisableTorchFunctionSubclass():
             if self.concerns(hop, frame, returned):
-                names = {**frame.f_globals, **frame.f_locals, "returned": returned, "w": self}
+                names = {**frame.f_globals, **frame.f_locals, "returned": returned, "w": self, "in_words": in_words}
                 held = {name: in_words(eval(expression, names)) for name, expression in (hop.shows or {}).items()}
                 told = [f"{name}  {line}" for name, lines in held.items() for line in lines]
                 during = ", backward" if in_backward() else ", forward"
@@ -239,8 +237,7 @@ def in_words(value: Any) -> list[str]:
     if isinstance(value, list) and value and not isinstance(value[0], int):
         return [line for one in value for line in in_words(one)]
     if not isinstance(value, torch.Tensor):
-        in_one = {type(None): "none", float: "{:.4g}", FunctionType: "encoded"}.get(type(value), "{}")
-        return [in_one.format(value)]
+        return [{type(None): "none", float: "{:.4g}", FunctionType: "encoded"}.get(type(value), "{}").format(value)]
     kind, memory = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}", value.untyped_storage().nbytes()
     if memory < value.nbytes:
         return [f"{kind}, a placeholder of {memory} bytes"]
@@ -277,20 +274,22 @@ def program(run: RunConfig, name: str, steps: int, answer: str) -> None:
         Path(answer).write_text(json.dumps(seen), encoding="utf-8")
 
 
-def transcript(seen: Sequence[Sequence[Sequence[Any]]]) -> str:
-    """The ranks' reports, hop by hop; what several ranks saw alike stands once."""
+def transcript(seen: Sequence[Sequence[Sequence[Any]]], above: str = "") -> str:
+    """The ranks' reports, hop by hop; what several saw alike stands once. What the page has ``above`` is not quoted."""
     text, step, known = list[str](), "", set[str]()
     for calls in zip(*seen, strict=True):  # all ranks make the same calls: what else they launch would not be paired
         ((number, during),) = {(number, during) for number, during, _ in calls}
-        hop = HOPS[number]
+        told = f" {(hop := HOPS[number]).name}\n" in above
         if hop.step and hop.step + during != step:
             step = hop.step + during
-            text.append(f"\n{step}")
+            text.append(f"\n{step}" + "\n  through the same functions as above" * (told and step == READY))
+        if told and step == READY:
+            continue
         place, quoted = in_source(hop)
         text.append(f"  {place} {hop.name}\n    {hop.text}")
-        if hop.name not in known:  # whoever meets the function again has read them
+        if not told and hop.name not in known:  # whoever meets the function again has read them
             text += [f"{number:>8} | {line}" for number, line in quoted.items()]
-        known.add(hop.name)
+        known |= {hop.name} if step != BUILD else set()  # step 0 is for looking up
         for column in itertools.zip_longest(*(lines for *_, lines in calls)):
             for line in dict.fromkeys(filter(None, column)):
                 ranks = [str(rank) for rank, found in enumerate(column) if found == line]
@@ -318,14 +317,14 @@ def settings(words: Sequence[str], name: str, step: int | None) -> tuple[RunConf
     return run, name, step or (2 if run.engine.zero.stage == 3 else 1)
 
 
-def walk(options: argparse.Namespace) -> str:
+def walk(options: argparse.Namespace, above: str = "") -> str:
     """Start the ranks; the transcript."""
     job = settings(options.overrides, options.parameter, options.step)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "seen.json")
         environment = {"DEEPZERO_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
         launch(__file__, "program", (*job, str(answer)), nproc=job[0].launch.nproc or 1, environment=environment)
-        return transcript(json.loads(answer.read_text(encoding="utf-8")))
+        return transcript(json.loads(answer.read_text(encoding="utf-8")), above)
 
 
 PLACE = re.compile(r"^<!-- walk: ([^\n]*) -->\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
@@ -349,7 +348,8 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the transcript; 0, 1 where a rank failed, or 2 for settings that cannot be used."""
     options = options_of(argv)
-    renewed = lambda place: f"<!-- walk: {place[1]} -->\n\n```text\n{walk(options_of(shlex.split(place[1])))}\n```\n"
+    told = lambda place: walk(options_of(shlex.split(place[1])), place.string[: place.start()])
+    renewed = lambda place: f"<!-- walk: {place[1]} -->\n\n```text\n{told(place)}\n```\n"
     try:
         for page in sorted(ROOT.glob("docs/*.md")) if options.update else ():
             page.write_text(PLACE.sub(renewed, page.read_text(encoding="utf-8")), encoding="utf-8")

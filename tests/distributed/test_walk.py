@@ -10,7 +10,7 @@ from tools import walk
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+(?:e-?\d+)?|e-?\d+)")  # no sizes, no lines of files: those are exact
 PLACES = [
-    pytest.param(place[1], place[2], id=f"{page.name}: {place[1]}")
+    pytest.param(place[1], place[2], place.string[: place.start()], id=f"{page.name}: {place[1]}")
     for page in sorted(walk.ROOT.glob("docs/*.md"))
     for place in walk.PLACE.finditer(page.read_text(encoding="utf-8"))
 ]
@@ -28,9 +28,9 @@ def told(ranks, words):
     return ranks.run(observed, job, world_size=job[0].launch.nproc)
 
 
-@pytest.mark.parametrize(("words", "shown"), PLACES)
-def test_the_pages_show_what_happens(ranks, words, shown):
-    now, how = walk.transcript(told(ranks, words)).splitlines(), "python -m tools.walk --update makes the pages anew"
+@pytest.mark.parametrize(("words", "shown", "above"), PLACES)
+def test_the_pages_show_what_happens(ranks, words, shown, above):
+    now, how = walk.transcript(told(ranks, words), above).splitlines(), "renew the pages: python -m tools.walk --update"
     assert shown is not None, how
     # Another kind of processor rounds otherwise.
     assert [NUMBER.sub("0", line) for line in shown.splitlines()] == [NUMBER.sub("0", line) for line in now], how
