@@ -258,8 +258,14 @@ class Manifest:
             raise CheckpointError(f"{where} is not a whole manifest ({type(error).__name__}: {error})") from None
 
 
-# A config may hold numbers of numpy's or torch's, which are written as Python's.
-_json = partial(json.dumps, allow_nan=False, default=lambda number: number.tolist())
+def _pythons(value: Any) -> Any:
+    """A config may hold numbers of numpy's or torch's, which are written as Python's."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"object of type {type(value).__name__} is not JSON serializable")
+
+
+_json = partial(json.dumps, allow_nan=False, default=_pythons)
 
 
 def _by_lines(value: Any) -> str:

@@ -65,7 +65,9 @@ class Interrupted(Exception):
 
 def under_launcher() -> bool:
     """Whether torchrun, or another launcher that speaks its language, has started this process as a rank."""
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    told = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    # A world of one without LOCAL_RANK is what notebooks and pods set for every program: its machine is the run's.
+    return told and ("LOCAL_RANK" in os.environ or os.environ["WORLD_SIZE"] != "1")
 
 
 def default_nproc(wanted: str = "auto") -> int:
@@ -345,8 +347,8 @@ def _failure(reports: list[RankReport], exit_codes: Mapping[int, int]) -> Except
             for rank, number in killed.items()
         ))  # fmt: skip
     # Somebody else than this launcher has asked a rank to end, and it did, perhaps together with the others, in order.
-    if silent and (stopped := {exit_codes[r] - 128 for r in silent}) <= {*_ENDING}:
-        return Interrupted(min(stopped))
+    if silent and {exit_codes[r] for r in silent} == {128 + signal.SIGTERM}:
+        return Interrupted(signal.SIGTERM)
     if cause is None:
         rank, code = min(exit_codes.items())
         return RankFailed(f"rank {rank} ended with exit status {code} and left no error report")

@@ -304,7 +304,7 @@ def remember(name: str, value: str) -> None:
     ``<folder>/attempt_<n>/<local rank>/error.json``, in a folder that is the same for all attempts (torch's
     ``DefaultLogsSpecs.reify``): notes lie there. ``name`` has letters, digits and ``_ . -``.
     """
-    if (path := _note(name)) is not None and os.environ.get("LOCAL_RANK") == "0":
+    if (path := _note(name)) is not None and os.environ.get("LOCAL_RANK", os.environ.get("RANK")) == "0":
         write_whole(path, value.encode())  # this process may be killed at any instant
 
 

@@ -14,6 +14,7 @@ import re
 
 # torch's name of it has the first column's words (first match counts); TFLOP/s of bf16, fp16, fp32 (without TF32).
 _PEAKS: tuple[tuple[str, float | None, float, float], ...] = (
+    ("GB200", 2500.0, 2500.0, 80.0),
     ("B200", 2250.0, 2250.0, 75.0),
     ("GH200", 989.4, 989.4, 66.9),
     ("H200 NVL", 835.0, 835.0, 60.0),
@@ -27,6 +28,7 @@ _PEAKS: tuple[tuple[str, float | None, float, float], ...] = (
     ("L4", 121.0, 121.0, 30.3),
     ("A10G", 70.0, 70.0, 35.0),
     ("V100", None, 125.0, 15.7),
+    ("V100S", None, 130.0, 16.4),
     ("T4", None, 65.0, 8.1),
 )
 

@@ -376,10 +376,10 @@ class FileOptimizerShard(HostOptimizerShard):
         state, masters, bucket, group = self.optimizer.state, upload.masters, upload.bucket, upload.group
         found = list[FilePiece]()
 
-        def add(view: torch.Tensor, tensors: Sequence[torch.Tensor], comes: bool = True, leaves: bool = True) -> None:
+        def add(view: torch.Tensor, tensors: Sequence[Any], comes: bool = True, leaves: bool = True) -> None:
             if self._wire.store_of(view) is None:
                 return
-            if any(storage_ptr_of(tensor) != storage_ptr_of(view) for tensor in tensors):
+            if any(tensor is None or storage_ptr_of(tensor) != storage_ptr_of(view) for tensor in tensors):
                 raise RuntimeError(
                     "the optimizer's state was replaced by tensors that do not lie in its file (load_state_dict); load "
                     "it by engine.load_checkpoint, or copy it into the tensors that were there"
@@ -388,7 +388,7 @@ class FileOptimizerShard(HostOptimizerShard):
 
         add(group.master_of(bucket).detach(), masters)
         for name, column in self.host.columns[upload.number].items():
-            add(bucket.shard_of(column), [state[master][name] for master in masters])
+            add(bucket.shard_of(column), [state[master].get(name) for master in masters])
         add(self.gradients.sum_of(upload.number, bucket), [self.grads[master] for master in masters], leaves=False)
         if group.placement.keeps_on_host(bucket) and not group.placement.own_masters_at(bucket):
             add(group.param_shard(bucket), (), comes=False)

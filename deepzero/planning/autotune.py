@@ -170,7 +170,7 @@ class Search:
         sure = estimate.device_bytes - round((1 - SURE) * estimate.memory["activations"])
         host = estimate.host_bytes * self.estimator.nodes.per_node - self.question.host_bytes
         device = sure - self.question.device_bytes
-        return (device, False) if device > 0 or host <= 0 else (host, True)
+        return (device, False) if device >= host else (host, True)
 
     def _likely(self, estimate: Estimate) -> bool:
         key = (estimate.setting.family, estimate.setting.checkpointing)

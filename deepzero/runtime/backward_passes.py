@@ -128,7 +128,8 @@ class BackwardPasses:
         """Ask the autograd engine to call :meth:`_end` at the end of the backward pass that is under way."""
         # The callback must be queued from the *outermost* pass: reentrant checkpointing runs passes inside it, which
         # end earlier. The gradients of the model's outputs come first, and arm; a parameter's when nothing else has.
-        if self._armed is not None and self._armed() is not None:
+        # One that broke off behind a parameter leaves half of its gradients: ``aborted`` tells, until they are dropped.
+        if self._armed is not None and (self._reached or self._armed() is not None):
             return
         if self._armed is not None:
             self._forget()  # one before this one, which broke off

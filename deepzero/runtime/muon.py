@@ -148,6 +148,10 @@ class Muon(torch.optim.Optimizer):
         self._settings = {True: matrices, False: rest}
         super().__init__(_as_groups(params), {"lr": lr})
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch copies and pickles what it knows of an optimizer.
+        return {**super().__getstate__(), "_settings": self._settings}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Torch's, with the settings of the class that steps on the group."""
         for group in _as_groups([param_group]):

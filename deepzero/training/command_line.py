@@ -35,6 +35,7 @@ from deepzero.comm.process_group import refuse_missing_gpu
 from deepzero.config.hydra_errors import check_words, explain, plain_names
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
+from deepzero.device import installed
 from deepzero.launch import launcher, rank_process
 from deepzero.launch.launcher import Interrupted, RankFailed, default_nproc, launch, under_launcher
 from deepzero.launch.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
@@ -192,13 +193,16 @@ class CommandLine:
             if run.plan:
                 raise ConfigError("plan=true starts nothing: run it with python, not with torchrun")
             here, world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ["WORLD_SIZE"])
-            rule = f"torchrun has started {here} ranks here; leave it out"
+            rule = f"the launcher has started {here} ranks here; leave it out"
             run.launch.need(run.launch.nproc in (None, here), "nproc", rule)
-            run.launch.idle_unless(False, "write torchrun's own --max-restarts; leave it out", "max_restarts")
+            run.launch.idle_unless(
+                False, "restarts are the launcher's (torchrun --max-restarts); leave it out", "max_restarts"
+            )
             if run.launch.device == "auto":
                 refuse_missing_gpu()
-            # Of one rank: each may be shown its own GPU alone. One that has none is refused when it joins the others.
-            os.environ["DEEPZERO_DEVICE"] = device = launcher.choose_device(run.launch.device, 1)
+            # Each may be shown its own GPU alone. One that has none is refused when it joins the others.
+            ranks = 1 if installed().device_count() == 1 else here
+            os.environ["DEEPZERO_DEVICE"] = device = launcher.choose_device(run.launch.device, ranks)
             if (threads := threads_of_rank(run, device)) is not None:
                 torch.set_num_threads(threads)
             folder = run_folder.join(run, run_dir)

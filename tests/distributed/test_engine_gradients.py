@@ -261,6 +261,36 @@ def test_leaf_modules_that_share_a_bucket(rank, world):
     assert [(e.what, e.kind) for e in engine.ledger.events].count(("launch", "gradients.reduce_scatter")) == 1
 
 
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("here")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(1)
+def test_half_a_pass_is_not_forgotten_by_the_next_one(rank, world, stage):
+    """Two forward passes come first; the first one's backward pass breaks off behind the last layer's gradients."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Identity(), nn.Linear(3, 3))
+    engine = start(model, stage=stage, zero=WHOLE if stage == 3 else {})
+    handle = model[1].register_forward_hook(lambda module, args, out: Breaks.apply(out))
+    first = engine(torch.ones(1, 3)).sum()
+    handle.remove()
+    second = engine(torch.ones(1, 3)).sum()
+    with pytest.raises(ArithmeticError):
+        first.backward()
+    second.backward()
+    with pytest.raises(RuntimeError, match=r"backward pass broke off .* call engine.discard_gradients"):
+        engine.step()
+    engine.discard_gradients()
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+
+
 class TwoWays(nn.Module):
     """With parameters that are trained, or without."""
 

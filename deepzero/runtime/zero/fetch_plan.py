@@ -163,8 +163,12 @@ def _is_far(
     # DeepSpeed's reuse distance: elements of different parameters used in between. A bucket counts once, however often
     # it is used.
     passed: set[int] = set()
+    distance = 0
     for use in between:
-        passed.update(use.keys)
-        if sum(numel[other] for other in passed) > reuse_numel:
+        for other in use.keys:
+            if other not in passed:
+                passed.add(other)
+                distance += numel[other]
+        if distance > reuse_numel:
             return True
     return False

@@ -266,5 +266,6 @@ def write_lost(param: ZeroParameter, verb: str) -> PartitionedUseError:
     """The error of a write that ``verb`` (``is lost``, ``would be lost``)."""
     return PartitionedUseError(
         f"parameter {param._zero.name!r} was written while it was gathered for reading, and the in-place "
-        f"modification {verb}; write inside `with deepzero.zero.GatheredParameters(param, modifier_rank=0):`"
+        f"modification {verb}; write inside `with deepzero.zero.GatheredParameters(param, modifier_rank=0):`, and "
+        "leave it before the next step"
     )
