@@ -77,6 +77,10 @@ def explain(error: Exception, configs: Path, valid_keys: Callable[[], list[str]]
     override = getattr(error, "override", None)  # of a parse error
     if override and "missing EQUAL" in text:
         return f"{override}: what should it be? Write {override}=VALUE"
+    key, _, value = str(override).partition("=")
+    if value and re.search(r"Lexer|(mismatched|extraneous|viable) (input|alternative)|Unknown function", text):
+        quoted = f'"{key}=\\"{value}\\""' if "'" in value else f"\"{key}='{value}'\""
+        return f"{override}: Hydra cannot read this value. A text stands in quotes inside the shell's: {quoted}"
     return f"{override}: {text}" if override and str(override) not in text else text
 
 

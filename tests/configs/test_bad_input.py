@@ -60,6 +60,8 @@ VALUES = [
     (["zero.offload_param.device=cpu"], ["zero.offload_param.device='cpu'", "stage 3 alone", "set zero.stage=3"]),
     (["zero.stage=3", "zero.offload_param.device=cpu"], ["zero.offload_param.device", "needs zero.offload_optimizer"]),
     (["zero.offload_optimizer.device=nvme", "zero.offload_optimizer.nvme_path=a"], ["choose optimizer=cpu_adam"]),
+    (["hydra.run.dir=müll"], ["hydra.run.dir=müll: Hydra cannot read", "hydra.run.dir='müll'"]),
+    (["data.path=it's"], ["data.path=it's: Hydra cannot read", "it's\\\""]),
     (["launch.nproc=0"], ["launch.nproc=0"]),
     (["launch.threads_per_rank=0"], ["launch.threads_per_rank=0"]),
     (["comm.world_size_invariant=true", "launch.threads_per_rank=2"], ["launch.threads_per_rank=2", "leave it out"]),
