@@ -128,7 +128,11 @@ def test_a_launcher_is_known_by_all_its_variables(monkeypatch):
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     monkeypatch.delenv("LOCAL_RANK", raising=False)  # which Slurm and Open MPI say by other names
     for name in names:
-        monkeypatch.setenv(name, "1")
+        monkeypatch.setenv(name, "2")
+    assert under_launcher()
+    monkeypatch.setenv("WORLD_SIZE", "1")  # as a notebook may have it, for every program
+    assert not under_launcher()
+    monkeypatch.setenv("LOCAL_RANK", "0")
     assert under_launcher()
     monkeypatch.delenv("MASTER_ADDR")
     assert not under_launcher()
