@@ -163,7 +163,7 @@ class LaunchConfig(Section):
     threads_per_rank: Count | None = None
     """Intra-op threads of each rank; None: cores divided by ranks, at least 1; 1 with comm.world_size_invariant."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is a GPU for each rank, else CPU."""
+    """auto: CUDA where there is a GPU for each rank, or under torchrun one that each may be shown alone, else CPU."""
     max_restarts: NotNegative = 0
     """How often the ranks are started again after one has failed or was killed; they go on from the last checkpoint."""
 
