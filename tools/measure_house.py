@@ -27,10 +27,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1685, 1150),
     "deepzero/comm": (4339, 2720),
-    "deepzero/runtime": (4467, 3050),
+    "deepzero/runtime": (4468, 3050),
     "deepzero/runtime/zero": (5951, 4550),
     "deepzero/offload": (3602, 2500),
-    "deepzero/checkpoint": (3755, 2610),
+    "deepzero/checkpoint": (3751, 2610),
     "deepzero/launch": (732, 650),
     "deepzero/health": (643, 560),
     "deepzero/monitor": (2565, 1600),
@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (523, 400),
     "deepzero/training": (1011, 380),
     "deepzero/compat": (3401, 1200),
-    "deepzero": (38_475, 23_500),
+    "deepzero": (38_472, 23_500),
     "tools": (5998, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_968, 17_000),
+    "tests": (32_974, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -49,8 +49,6 @@ class Checkpointer:
 
     def __init__(self, engine: Engine, formats: Sequence[Format] = ()) -> None:
         self.engine, self.formats = engine, (read_foreign, *formats)
-        self.half_loaded: str | None = None
-        """Set while model state is a mixture of two states, with the reason."""
         self.saver = Saver(engine.comm.device, engine.config.comm.save_timeout_seconds)
         engine.preconditions.append(self.check_loaded)
         # A program that ends just after an asynchronous save has its checkpoint. Weakly: what is left to be done at
@@ -59,11 +57,9 @@ class Checkpointer:
         self.wait, self.close = self.saver.wait, self.saver.close
 
     def check_loaded(self, call: str) -> None:
-        """Raise when a load broke off half-way, unless ``call`` loads another state."""
-        if self.half_loaded is not None and not call.startswith("load_"):
-            raise CheckpointError(
-                f"{self.half_loaded}: the engine holds a mixture of two states. Load another one, or start again"
-            )
+        """Raise when a step or a load broke off half-way, unless ``call`` loads another state."""
+        if (why := self.engine.state.mixture) is not None and not call.startswith("load_"):
+            raise CheckpointError(f"{why}: the engine holds a mixture of two states. Load another one, or start again")
         # Of what a step meets all ranks learn at its boundary; one that raised before it would let the others wait.
         step = call in ("backward", "engine.step()") or (call == "forward" and torch.is_grad_enabled())
         if (offload := self.engine.zero.offload) is not None and not step and not call.startswith("load_"):
@@ -189,7 +185,7 @@ class Checkpointer:
                 self.engine.lr_scheduler.load_state_dict(schedule)
             if not module_only:
                 self._take_counters(loader, optimizer)
-        self.half_loaded = None
+        self.engine.state.mixture = None
         if (offload := self.engine.zero.offload) is not None and optimizer:
             for memory in offload.memories:
                 memory.broken = None
@@ -232,7 +228,7 @@ class Checkpointer:
         engine.before_writes()
         engine.discard_gradients()
         zero.bucket_reducer.forget()
-        self.half_loaded = f"{loader.reader.path} was loaded in part only"
+        self.engine.state.mixture = f"{loader.reader.path} was loaded in part only"
         with engine.comm.ledger.aside(), torch.no_grad():
             loader.read()
             if zero.offload is not None:

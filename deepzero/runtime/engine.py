@@ -50,10 +50,9 @@ from deepzero.runtime.zero.optimizer_shard import clip_divisor
 from deepzero.runtime.zero.tensor_fragment import TensorFragments
 from deepzero.utils.errors import MisuseError
 
-# Skipped optimizer steps in a row that no smaller loss scale can help, after which training stops: it makes no
-# difference to a forward pass, nor to bf16. One bad batch is skipped, and so are a few; but a skipped step leaves the
-# parameters as they are, so when five global batches in a row give no finite loss, the sixth will not. DeepSpeed halves
-# its scale down to the minimum first: with 65536 and hysteresis, 18 steps.
+# Skipped optimizer steps in a row, with losses that no smaller scale can help, after which training stops: a skipped
+# step leaves the parameters as they are, so when five global batches give no finite loss, the sixth will not. DeepSpeed
+# halves its scale down to the minimum first: with 65536 and hysteresis, 18 steps.
 HOPELESS_STEPS = 5
 
 
@@ -87,6 +86,7 @@ class StepState:
     asked_to_stop: bool = False  # ``request_stop`` was called on this rank
     stopping: bool = False  # on all ranks since a step in which one had been asked to: time to save and leave
     hopeless_steps: int = 0  # skipped in a row: a loss is not finite, or anything with bf16's check_grad_overflow
+    mixture: str | None = None  # what broke off and left values of two steps (5, 6; a load): only a load is left
     destroyed: bool = False
 
 
@@ -172,7 +172,7 @@ class Engine(nn.Module):
         return outputs
 
     def check(self, call: str) -> None:
-        """Raise when ``call`` cannot be made now: states are on the host, or half of a checkpoint is loaded."""
+        """Raise when ``call`` cannot be made now: states are on the host, or a step or a load broke off half-way."""
         for refuse in self.preconditions:
             refuse(call)
 
@@ -291,12 +291,14 @@ class Engine(nn.Module):
         norm = agreement.norm / mean_divisor
         clip = clip_divisor(norm, self.config.gradient_clipping) if agreement.finite else 1.0
         if agreement.finite:
+            self.state.mixture = f"optimizer step {self.global_steps + 1} broke off"
             with self.comm.ranges.span("step"):
                 zero.optimizer_shard.step(mean_divisor * clip)
             ledger.note("step")
             # 6 publish: cast into the flat buffer, gather the buckets; stage 3: cast into the shards.
             with self.comm.ranges.span("publish"):
                 zero.stage.publish()
+            self.state.mixture = None
             ledger.note("publish")
         else:
             # An overflow: parameters, moments and schedule stay; in fp16 the smaller scale is tried on the next batch.
@@ -331,8 +333,7 @@ class Engine(nn.Module):
         return (self.micro_steps + 1) % self.batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide by hand, until the next call, whether :meth:`step` acts. The mean's divisor stays, as in DeepSpeed."""
-        # It is ``gradient_accumulation_steps``, however many micro-batches ran.
+        """Decide by hand, until the next call, whether :meth:`step` acts; the mean stays of ``batch.accumulation``."""
         self.state.boundary = is_boundary
 
     @contextlib.contextmanager

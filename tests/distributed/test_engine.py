@@ -411,13 +411,19 @@ def test_a_graph_of_before_the_step_raises(rank, world, stage):
 
 
 @on_ranks()
-def test_an_optimizer_that_raises_leaves_no_gradient_on_its_masters(rank, world):
-    """Else the next step would step on them with those of every sub-group, and each time anew."""
+def test_an_optimizer_that_raises_leaves_a_mixture_that_only_a_load_ends(rank, world, tmp_path):
+    """Nor a gradient on its masters, or the next step would step on them with those of every sub-group."""
     engine = start(make_model(), stage=3, zero={"sub_group_size": 100})
+    engine.save_checkpoint(tmp_path)
     raises = mock.patch.object(engine.optimizer, "step", side_effect=[None, ValueError("on purpose")])
     with raises, pytest.raises(ValueError, match="on purpose"):
         one_step(engine, rank, world)
     assert all(master.grad is None for group in engine.zero.groups for master in group.masters)
+    for call in (lambda: one_step(engine, rank, world), lambda: engine.save_checkpoint(tmp_path / "never")):
+        with pytest.raises(RuntimeError, match="optimizer step 1 broke off: the engine holds a mixture of two states"):
+            call()
+    engine.load_checkpoint(tmp_path)
+    one_step(engine, rank, world)
 
 
 class InPlace(nn.Linear):
