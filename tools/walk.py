@@ -66,7 +66,7 @@ NOW, MINE, SHARD = {"param": "w.param.data"}, {"grad_S": "w.grad_S", "master_S":
 HOPS = (
     Hop(BUILD, "take_values", "rank 0's values arrive",
         "values = |param.data = |comm.broadcast(", {"values": "returned"}, "return"),
-    Hop(BUILD, "ParamGroup._keep_fragments", "a fragment is kept, for the uncast master, then flat_P or shard_S",
+    Hop(BUILD, "ParamGroup._keep_fragments", "my fragment: uncast into the fp32 master, cast into flat_P or shard_S",
         "values = self.|part = values|= into_master(|else kept|.param_fragment(self.", NOW, "return"),
     Hop(BUILD, "ParamGroup._attach_params", "the parameter becomes a view of flat_P",
         "self.comm.all_gather(|param.data = ", NOW, "return"),
@@ -76,58 +76,58 @@ HOPS = (
         "self._stack.append(|for key in|if key not in|coordinator.fetch", {"module": "self._names[module]"}),
     Hop(FETCH, "ModuleHooks.unpack", "the backward pass asks for the weight that it saved",
         "if packed.key|self.coordinator.fetch|flat = bucket|return flat"),
-    Hop(FETCH, "PartitionedParameterCoordinator.fetch_sub_module", "release, launch mine and the next, wait for mine",
-        "elif self.current|if show|return|planned = |.release_sub|fetches |in fetches|in self.live:|continue|"
-        "if bucket.st|.launch(|current = |for key in keys:|._wait(|.show", {"keys": "list(keys)", "where": "where"}),
+    Hop(FETCH, "PartitionedParameterCoordinator.fetch_sub_module", "keys: bucket numbers; planned: what the plan has "
+        "for this use; live: fetched, not released; current: the last use's", "planned = |.release_sub|fetches|.live:|"
+        "continue|.launch(|current = |in keys:|._wait(|if show and|.show()  #", {"keys": "list(keys)", "for": "where"}),
     Hop(FETCH, "PartitionedBucket.launch", "NOT_AVAILABLE to INFLIGHT",
         "buffer = self.pool|self._gathered = buffer[|.launch(kind|self.status = ", SHARD),
-    Hop("", "PlainAllGather.launch", "pack copies my shard into the buffer, and it leaves (fetch_shard: from the host)",
-        "messages, rank|.fetch_shard(|self.pack(|self._pending = "),
-    Hop("", "Communicator.exchange", "torch is called: whole parts of the bucket leave; with NCCL by one all_to_all",
-        ".isend(|.irecv(", {"kind": "kind", "send": "[*send[: self.rank], *send[self.rank + 1 :]]"}, whose="callers"),
+    Hop("", "PlainAllGather.launch", "my shard is copied to its place in the buffer, and leaves (only with offload "
+        "does fetch_shard copy from the host)", "messages, rank|.fetch_shard(|self.make_message(|self._pending = "),
+    Hop("", "Communicator.exchange", "torch is called: whole parts of the bucket leave, on CPUs pair by pair",
+        ".isend(", {"send": "[*send[: self.rank], *send[self.rank + 1 :]]"}, whose="callers"),
     Hop(FETCH, "PartitionedBucket.wait", "INFLIGHT to AVAILABLE", ".finish()|self.status = ",
         {"gathered": "w.part_of(self.gathered)"}, "return"),
     Hop("", "PartitionedBucket.show", "views, not copies", "whole, start = |for param|param.show("),
     Hop("", "ZeroParameter.show", "what the parameter shows from here on", "self.data = ", {"param": "values"}),
     Hop("", "ModuleHooks.pack", "autograd saves the weight, and is given a record in its place",
         "owner = |offset = |SavedWeight(owner", {"shape": "list(returned.shape)"}, "return"),
-    Hop(RELEASE, "PartitionedParameterCoordinator.release_sub_module", "by the next fetch; released notes left views",
-        "NO_ACTION).release|idle = |in idle|self.pool.released(", {"keys fetched next": "list(keys)"}),
-    Hop(RELEASE, "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE, by _release; give returns the buffer",
+    Hop(RELEASE, "PartitionedParameterCoordinator.release_sub_module", "by the next fetch; _release calls what follows",
+        "NOTHING_PLANNED).release|# True: no", {"keys fetched next": "list(keys)"}),
+    Hop(RELEASE, "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE; give returns the buffer",
         "self.hide()|self._gathered = |self.status = |pool.give("),
     Hop(READY, "BackwardPasses._gradient_ready", "autograd's hook", "self._stage.", {"param.grad": "param.grad"}),
     Hop(READY, "GradientReducer.reduce_ready_gradient", "taken, counted; what is complete and next in order leaves",
         ".take(|self._count(|while not|self._reduce_bucket(|self._cursor += "),
-    Hop(READY, "UnreducedGradients.take", "it is taken out of param.grad", "param.grad = |waiting[key] = ",
-        {"param.grad": "w.param.grad", "waiting": "self.waiting_of(w.param)"}, "return"),
-    Hop(READY, "GradientReducer._count", "so many of its bucket's gradients are still to come, after this one", "-= 1",
-        {"missing": "self._missing[self._position[key]]"}, "return"),
-    Hop("", "GradientReducer._reduce_bucket", "complete, and next in order. accumulate is false in a step's 1st "
-        "micro-batch: it overwrites grad_S", ".grad_output(|.acquire(|.fill(|.launch(", {"bucket": "bucket.index"}),
+    Hop(READY, "UnreducedGradients.take", "it is taken out of param.grad",
+        "param.grad = |waiting[key] = ", {"param.grad": "w.param.grad"}, "return"),
+    Hop(READY, "GradientReducer._count", "of its bucket so many are still to come; the one that makes it 0 launches",
+        "-= 1", {"missing": "self._missing[self._position[key]]"}, "return"),
+    Hop("", "GradientReducer._reduce_bucket", "output: its part of grad_S; accumulate: add, from the 2nd micro-batch "
+        "on; others: offload, norm, traces", ".grad_output(|.acquire(|.fill(|.launch(", {"bucket": "bucket.index"}),
     Hop("", "UnreducedGradients.fill", "the bucket's gradients are copied into the buffer, by views, and freed",
         "in zip(bucket|self._waiting.pop(|if waiting is not|s.append(|_foreach_copy_(",
         {"send_buffer": "w.part_of(send_buffer)", "waiting": "self.waiting_of(w.param)"}, "return"),
     Hop("", "BucketReducer._launch_exact", "by launch, as comm.reduce is exact: a part for each owner; ours stays here",
         "bucket, outgoing|inflight.pending = |inflight.parts = "),
     Hop("", "BucketReducer._finish", "by BucketReducer.drain, which reduce_gradients calls, or earlier, by acquire",
-        "pending.wait()|comm.sum_in|_free_buffers", {"bucket": "inflight.bucket.index"}),
-    Hop("", "sum_chunk", "called by sum_in_rank_order, next: chunk by chunk, in fp32",
-        "for number|added = |values = |values.copy_(|if added|total.add_(", {"start": "start"}, whose="callers"),
-    Hop("", "sum_in_rank_order", "contributions to this rank's fragment, rank 0's first; on_chunk: BlockNorms.measure",
-        "target = output|sum_chunk(|on_chunk(target",
+        "pending.wait()|comm.sum_in"),
+    Hop("", "sum_in_rank_order", "all contributions to this rank's part, chunk by chunk",
+        "target = output|total = target|sum_chunk(", whose="callers"),
+    Hop("", "sum_chunk", "in fp32, rank 0's first: it is copied, or, with accumulate, added as the others are",
+        "for number|added = |values = |values.copy_(|if added|total.add_(", whose="callers"),
+    Hop("", "sum_in_rank_order", "its end; on_chunk: BlockNorms.measure", "on_chunk(target",
         {"part": "[f'from rank {q}  ' * (len(parts) > 1) + line for q, part in enumerate(parts)"
                  " for line in in_words(w.fragment_of(part))]", "sum": "w.fragment_of(output)"}, "return", "callers"),
-    Hop(BOUNDARY, "Engine._take_model_step", "to the end of step 6, for all parameters", "end_passes(|.publish(|"
-        ".reduce_gradients(|bins = |= agree(|mean_divisor = |_settle(|norm = |clip = |_shard.step(", whose="all"),
-    Hop(STEP, "agree", "one all-reduce: bins, the squares of block norms as integers by exponent; everyone's losses",
-        "words|mean = |return Step", {"norm of the sums": "returned.norm", "loss": "returned.loss"}, "return", "all"),
-    Hop(STEP, "OptimizerShard.step", "what is divided by, once: ranks, micro-batches, loss scale, clip",
-        "in enumerate(|self._optimizer_step(", {"divisor": "divisor"}, whose="all"),
-    Hop(STEP, "OptimizerShard._unscale_and_step", "grad_S, of which to() makes no copy, is divided in place",
-        "grads = |.grad = grad|unscale_and_clip_grads(|optimizer.step()", MINE, "return", "all"),
-    Hop(PUBLISH, "ZeroStage1And2.publish_bucket", "by all_gather_dp_groups: cast, sent", ".copy_(|if not|.launch_all"),
-    Hop(PUBLISH, "ZeroStage1And2.launch_all_gather", "in place", "whole, |others = |.all_gather(", {"cast": "w.shard"}),
-    Hop(PUBLISH, "ZeroStage1And2.wait_all_gathers", "the buckets have arrived", "gather.wait()", NOW, "return", "all"),
+    Hop(BOUNDARY, "Engine._take_model_step", "to the end of step 6, for all parameters; mean_divisor: ranks x "
+        "micro-batches x loss scale", ".reduce_gradients(|= agree(|norm = |clip = |if agreement.finite:|_shard.step(|"
+        ".publish(|else:|skipped_steps", whose="all"),
+    Hop(STEP, "agree", "summed over ranks: squared norm (bins: integers, whose sum has no order), losses, flags",
+        "comm.all_reduce(|return Step", {"norm of the sums": "returned.norm"}, "return", "all"),
+    Hop(STEP, "OptimizerShard._unscale_and_step", "by step: grad_S, of which to() makes no copy, is divided",
+        "grads = |.grad = grad|unscale_and_clip|optimizer.step()", {"divisor": "divisor"} | MINE, "return", "all"),
+    Hop(PUBLISH, "ZeroStage1And2.publish_bucket", "by all_gather_dp_groups: cast, sent", ".copy_(|.launch_all"),
+    Hop(PUBLISH, "ZeroStage1And2.launch_all_gather", "my part is in whole", "whole, |.all_gath", {"cast": "w.shard"}),
+    Hop(PUBLISH, "ZeroStage1And2.wait_all_gathers", "by publish, when all have left", ".wait()", NOW, "return", "all"),
     Hop(PUBLISH, "PartitionedParamGroup.cast_masters", "nothing is sent", "masters = |.copy_(", SHARD, "return"),
 )  # fmt: skip
 
@@ -160,7 +160,7 @@ class Watch:
         self.param, self.seen = param, list[tuple[int, str, list[str]]]()
         self.group = self.bucket = None  # of the layout; None until they are built
         self.master = self.grad_S = None  # of this rank's fragment; None where other ranks own all of it
-        self._hops = {code_of(hop.name): number for number, hop in enumerate(HOPS)}
+        self._hops = {(code_of(hop.name), hop.when): number for number, hop in enumerate(HOPS)}
 
     def learn(self, shard: Any) -> None:
         """Find the parameter in the ``OptimizerShard``, which is built last. The expressions of HOPS read it here."""
@@ -172,9 +172,7 @@ class Watch:
         if mine := self.group.fragment_and_master(self.slot.index):
             self.fragment, self.master = mine
             self.grad_S = shard.grads[self.master]
-        self.key = getattr(
-            getattr(getattr(self.param, "_zero", None), "bucket", None), "key", None
-        )  # the coordinator's number for the bucket
+        self.key = getattr(getattr(getattr(self.param, "_zero", None), "bucket", None), "key", None)  # its number
 
     shard = property(lambda self: None if self.master is None else self.group.param_fragment(self.fragment))
 
@@ -219,9 +217,9 @@ class Watch:
     @torch.no_grad()
     def profile(self, frame: FrameType, event: str, returned: Any) -> None:
         """For :func:`sys.setprofile`."""
-        if (number := self._hops.get(frame.f_code)) is None or event != (hop := HOPS[number]).when:
+        if (number := self._hops.get((frame.f_code, event))) is None:
             return
-        if hop.name == "OptimizerShard.__init__":
+        if (hop := HOPS[number]).name == "OptimizerShard.__init__":
             self.learn(frame.f_locals["self"])
         with torch._C.DisableTorchFunctionSubclass():
             if self.concerns(hop, frame, returned):
@@ -229,6 +227,8 @@ class Watch:
                 held = {name: in_words(eval(expression, names)) for name, expression in (hop.shows or {}).items()}
                 told = [f"{name}  {line}" for name, lines in held.items() for line in lines]
                 during = ", backward" if in_backward() else ", forward"
+                if hop.name == "PartitionedBucket.launch" and frame.f_back.f_back.f_locals.get("note"):
+                    during += ", by a prefetch"
                 self.seen.append((number, during * (hop.step == FETCH), told))
 
 
@@ -280,16 +280,16 @@ def transcript(seen: Sequence[Sequence[Sequence[Any]]], above: str = "") -> str:
     for calls in zip(*seen, strict=True):  # all ranks make the same calls: what else they launch would not be paired
         ((number, during),) = {(number, during) for number, during, _ in calls}
         told = f" {(hop := HOPS[number]).name}\n" in above
-        if hop.step and hop.step + during != step:
+        if hop.step and hop.step + during != step and (hop.step, step) != (RELEASE, BOUNDARY):
             step = hop.step + during
-            text.append(f"\n{step}" + "\n  through the same functions as above" * (told and step == READY))
+            text.append(f"\n{step}" + "\n  as in a gradient's way, step 3, and its sum" * (told and step == READY))
         if told and step == READY:
             continue
         place, quoted = in_source(hop)
-        text.append(f"  {place} {hop.name}\n    {hop.text}")
-        if not told and hop.name not in known:  # whoever meets the function again has read them
-            text += [f"{number:>8} | {line}" for number, line in quoted.items()]
-        known |= {hop.name} if step != BUILD else set()  # step 0 is for looking up
+        text.append(f"  {place} {hop.name}")
+        if not told and hop.text not in known:  # whoever meets the function again has read them
+            text += [f"    {hop.text}", *(f"{number:>8} | {line}" for number, line in quoted.items())]
+        known |= {hop.text} if step != BUILD else set()  # step 0 is for looking up
         for column in itertools.zip_longest(*(lines for *_, lines in calls)):
             for line in dict.fromkeys(filter(None, column)):
                 ranks = [str(rank) for rank, found in enumerate(column) if found == line]

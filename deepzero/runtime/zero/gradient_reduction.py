@@ -110,7 +110,7 @@ class UnreducedGradients:
             return
         if grad.requires_grad:  # with create_graph=True it would keep its graph alive
             grad = grad.detach()
-        param.grad = None  # the parameter lets go; the tensor is freed once copied, by ``fill`` at the latest
+        param.grad = None  # the tensor is freed when ``fill`` has copied it, or at once where a sum takes it in
         key = id(param)
         g, slot = self._slot_of[key]
         flat, waiting = (None, self._later) if again else (self.flat[g], self._waiting)

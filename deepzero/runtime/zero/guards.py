@@ -232,7 +232,7 @@ class WriteGuard:
                 if data_ptr(param) != start + slot.offset * itemsize and slot.numel:
                     return param
         # With one rank the shard would be compared with itself, which tells nothing.
-        itself = bucket.in_place and self._samples is None
+        itself = bucket.shard_is_buffer and self._samples is None
         looks = not itself and (every_element or bucket.gathered.device.type == "cpu")
         return self._written_through_data(1 if every_element else self._step) if looks else None
 

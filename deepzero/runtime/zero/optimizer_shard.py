@@ -221,15 +221,15 @@ class OptimizerShard:
         # fp32 sums are the gradients themselves, divided in place below; narrower ones are widened, for this sub-group.
         grads = [self.grads[master].to(torch.float32) for master in masters]
         # Filled on the gradients' device (``torch.tensor`` would make the CPU wait), as fused kernels ask for it.
-        scale = torch.full((), divisor, dtype=torch.float32, device=grads[0].device if grads else None)
+        divide_by = torch.full((), divisor, dtype=torch.float32, device=grads[0].device if grads else None)
         fused_division = self._divides and divisor != 1.0
         if divisor != 1.0 and not fused_division:
-            unscale_and_clip_grads(grads, scale)
+            unscale_and_clip_grads(grads, divide_by)
         try:
             for master, grad in zip(masters, grads, strict=True):
                 master.grad = grad
             if fused_division:
-                self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
+                self.optimizer.grad_scale = divide_by  # type: ignore[attr-defined]
                 # None: ranks have agreed on finiteness before, and no kernel is to look again.
                 self.optimizer.found_inf = None  # type: ignore[attr-defined]
             self.optimizer.step()

@@ -91,12 +91,12 @@ class PlainAllGather:
         messages, rank, world = self.receive_into(into.gathered), self.comm.rank, self.comm.world_size
         # A shard in host memory is copied to where its values will be read.
         with self.source.fetch_shard(kind, into.shard, shard_of(into.gathered, rank, world)) as values:
-            self.pack(values, shard_of(messages, rank, world))
+            self.make_message(values, shard_of(messages, rank, world))
             # Inside the context: on a GPU it is ordered behind the source's copy, on the copy's stream.
             numel = self.layout.shard_numel
             self._pending = self.comm.all_gather(kind, messages, self._padding, self.where, numel=numel)
 
-    def pack(self, values: torch.Tensor, message: torch.Tensor) -> None:
+    def make_message(self, values: torch.Tensor, message: torch.Tensor) -> None:
         """Make this rank's message of its shard's values."""
         # Already there if the source has copied it from the host, or if with one rank the shard is the buffer.
         if values.data_ptr() != message.data_ptr():

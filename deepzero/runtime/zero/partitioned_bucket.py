@@ -68,7 +68,7 @@ class PartitionedBucket:
         self.number = next(_NUMBERS)
         # With one rank the shard is the bucket: it is used where it is, unless the device would have to copy it.
         on_device = not gather.source.on_host and shard.device.type == pool.device.type
-        self.in_place = gather.comm.world_size == 1 and on_device
+        self.shard_is_buffer = gather.comm.world_size == 1 and on_device
         self.status = ZeroParamStatus.NOT_AVAILABLE
         # Counts changes of the values: a backward pass through older ones is refused.
         self.generation = 0
@@ -133,7 +133,7 @@ class PartitionedBucket:
         """
         self._expect(ZeroParamStatus.NOT_AVAILABLE, "launched")
         check_on_device(self)
-        buffer = self.pool.take(self.layout.numel, self._shard if self.in_place else None)
+        buffer = self.pool.take(self.layout.numel, self._shard if self.shard_is_buffer else None)
         self._gathered = buffer[: self.layout.numel]  # buffers are reused: it may be longer
         # From here on a view of this memory is a view of these values, whoever holds one.
         address = storage_ptr_of(buffer)
@@ -145,7 +145,7 @@ class PartitionedBucket:
             self.gathered_by.finish()  # gives back what messages would have come to
             self._gathered = buffer = None  # type: ignore[assignment]
             del self.pool.contents[address]
-            if not self.in_place:
+            if not self.shard_is_buffer:
                 self.pool.give(address)
             raise
         self.status = ZeroParamStatus.INFLIGHT
@@ -203,7 +203,7 @@ class PartitionedBucket:
         self.hide()
         self._gathered = None
         self.status = ZeroParamStatus.NOT_AVAILABLE
-        unseen = self.in_place or self.pool.give(address)
+        unseen = self.shard_is_buffer or self.pool.give(address)
         if written is not None:
             raise write_lost(written, "is lost")
         return unseen

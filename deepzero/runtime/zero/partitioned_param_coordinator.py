@@ -43,7 +43,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-NO_ACTION = ModuleUse((), False, "")
+NOTHING_PLANNED = ModuleUse((), False, "")
 """What a plan says about a use that it does not have; and what is planned while the order is recorded."""
 
 WARN_AFTER_DROPS = 10
@@ -75,7 +75,7 @@ class ModuleTrace:
                 return uses[position]
             if use.on_demand:
                 # One that the plan does not have: it is fetched, and the plan goes on behind it.
-                return NO_ACTION
+                return NOTHING_PLANNED
             self._drop(self.plan, following, use.where)
         self._recorded.append(use)
         self.position = following
@@ -139,7 +139,7 @@ class PartitionedParameterCoordinator:
         self.on_plan: Callable[[], None] = lambda: None
         self._recording_numel = min(recording_numel, limits.max_live_parameters)
         # Elements that a gathered bucket takes, padding included. With one rank none, so no limit releases it early.
-        self.bucket_numels = {bucket.key: 0 if bucket.in_place else bucket.layout.numel for bucket in buckets}
+        self.bucket_numels = {bucket.key: 0 if bucket.shard_is_buffer else bucket.layout.numel for bucket in buckets}
         self.training, self.evaluation = (
             ModuleTrace(what, self.bucket_numels, limits, comm.rank == 0) for what in ("training", "evaluation")
         )
@@ -210,9 +210,8 @@ class PartitionedParameterCoordinator:
             keys = tuple(sorted(self.current.union(keys)))
         elif self.current.issuperset(keys):
             # The same buckets as the module before: no new use.
-            if show:
-                for key in keys:
-                    self.buckets[key].show()
+            for key in keys if show else ():
+                self.buckets[key].show()
             return
         use, planned = self._note_use(keys, where, on_demand)
         ahead = self.adopt_ahead(use) if self._trace is self.training else ()
@@ -222,7 +221,7 @@ class PartitionedParameterCoordinator:
         # collectives that ranks launch in different orders are paired wrongly, and hang or exchange garbage.
         kinds = {True: BACKWARD, False: FORWARD if self._trace is self.training else EVALUATION}
         fetches = [(key, kinds[use.backward], "") for key in keys]
-        fetches += [(key, kinds[backward], "prefetch") for key, backward in (planned or NO_ACTION).prefetch]
+        fetches += [(key, kinds[backward], "prefetch") for key, backward in (planned or NOTHING_PLANNED).prefetch]
         for key, kind, note in fetches:
             if key in self.live:
                 continue
@@ -243,7 +242,7 @@ class PartitionedParameterCoordinator:
             for key in keys:
                 self._wait(key)
                 if show and not self.buckets[key].shown:
-                    self.buckets[key].show()
+                    self.buckets[key].show()  # the parameters become views of it
                 # Last in the order of use.
                 self.live.pop(key, None)
                 self.live[key] = None
@@ -270,8 +269,8 @@ class PartitionedParameterCoordinator:
         While recording (``planned`` is None) there is nothing to look ahead to: what was used longest ago goes, so that
         little more than two buckets is held.
         """
-        for key in (planned or NO_ACTION).release:
-            self.pool.released(key, self._release(key))
+        for key in (planned or NOTHING_PLANNED).release:
+            self.pool.released(key, self._release(key))  # True: no view of it is held
         # A use on demand that the plan does not have may need room that the plan did not leave.
         limit = self._recording_numel if planned is None else self.limits.max_live_parameters
         total = self.live_numel + sum(self.bucket_numels[key] for key in keys if key not in self.live)

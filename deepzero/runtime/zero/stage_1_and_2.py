@@ -192,8 +192,8 @@ class ParamGroup:
 
         # Where the model is on the device, what it takes there has to be free before ours is taken; else the fragments
         # go to their places at once.
-        waiting: dict[int, torch.Tensor] | None = {} if lies_on(self.params, self.device) else None
-        if waiting is None:
+        fragments_kept: dict[int, torch.Tensor] | None = {} if lies_on(self.params, self.device) else None
+        if fragments_kept is None:
             self.allocate_masters()
             self._allocate_params()
         for index, param in enumerate(self.params):
@@ -206,22 +206,22 @@ class ParamGroup:
                 part = values[fragment.start : fragment.start + fragment.numel]
                 # Host memory is there already, and is none of the device's: such a master is final at once.
                 kept = into_master(fragment, part)
-                if waiting is None:
+                if fragments_kept is None:
                     self.param_fragment(fragment).copy_(part)
                 else:  # not a view, which would keep the whole parameter's memory
-                    waiting[number] = part.clone() if kept is part else kept
+                    fragments_kept[number] = part.clone() if kept is part else kept
             del values
-        if waiting is None:
+        if fragments_kept is None:
             return
         # Nothing but fragments is left of the model, so the masters go where the model was.
         self.allocate_masters()
-        for number, part in waiting.items():
+        for number, part in fragments_kept.items():
             fragment = self.fragments[number]
             if fragment.shard_start not in self.placement.host_master_span:
-                waiting[number] = into_master(fragment, part)
+                fragments_kept[number] = into_master(fragment, part)
         self._allocate_params()
-        for number in list(waiting):  # one by one, so that a fragment is held twice only while it is copied
-            self.param_fragment(self.fragments[number]).copy_(waiting.pop(number))
+        for number in list(fragments_kept):  # one by one, so that a fragment is held twice only while it is copied
+            self.param_fragment(self.fragments[number]).copy_(fragments_kept.pop(number))
 
     def _take_values(self, index: int) -> torch.Tensor:
         """1-D and whole: rank 0's values of one parameter, which is left without them."""

@@ -122,7 +122,7 @@ class QuantizedAllGather(PlainAllGather):
 
     def message(self, shard: torch.Tensor) -> torch.Tensor:
         """The shard, quantised."""
-        self.pack(shard, message := self._take(self.message_bytes))
+        self.make_message(shard, message := self._take(self.message_bytes))
         return message
 
     def release_message(self) -> None:
@@ -130,7 +130,7 @@ class QuantizedAllGather(PlainAllGather):
         address, self._address = self._address, 0
         self.pool.give(address)
 
-    def pack(self, values: torch.Tensor, message: torch.Tensor) -> None:
+    def make_message(self, values: torch.Tensor, message: torch.Tensor) -> None:
         """Quantise the shard's values."""
         self.quantizer.pack(values, self.quantizer.format.open(message, values.numel()))
 
