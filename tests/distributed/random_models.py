@@ -23,15 +23,21 @@ class Part:
 
     use: str
     how: str
-    as_function: bool
+    as_function: bool = False
     """The block's ``forward`` is checkpointed: no module is called."""
-    again: int | None
+    bare: bool = False
+    """The ``forward`` of what the block uses is called: no hook of that module runs."""
+    again: int | None = None
     """The number of an earlier block whose module this one uses too."""
-    tied: bool
+    tied: bool = False
     """``weight`` is that of the last block that has one of the same shape."""
-    passed: bool
+    passed: bool = False
     """A weight is given to the checkpointed function as an argument."""
-    calls: int
+    calls: int = 1
+
+    def __post_init__(self) -> None:
+        if self.use == "lstm" and self.how.startswith("selective"):
+            self.how = "non_reentrant"  # torch's own LSTM in fp16 writes into what selective checkpointing keeps
 
 
 @dataclass
@@ -42,18 +48,18 @@ class Recipe:
     parts: list[Part]
     frozen: float
     """The probability of a parameter to be frozen."""
-    precision: str
-    steps: int
-    accumulation: int
-    forwards: int
+    precision: str = "fp32"
+    steps: int = 2
+    accumulation: int = 1
+    forwards: int = 1
     """Forward passes before one backward pass."""
-    evaluations: tuple[str, ...]
-    plain_backward: bool
-    skips: bool
+    evaluations: tuple[str, ...] = ()
+    plain_backward: bool = False
+    skips: bool = False
     """A block is left out in the second step."""
-    optimizer: str
-    clipping: float
-    choose: random.Random = field(repr=False)
+    optimizer: str = "AdamW"
+    clipping: float = 0.5
+    choose: random.Random = field(default_factory=random.Random, repr=False)
     """For what the stages may differ in."""
 
 
@@ -75,9 +81,6 @@ def recipe_of(seed: int) -> Recipe:
                 calls=rng.choice([1, 1, 1, 2]),
             )
         )
-    for part in parts:
-        if part.use == "lstm" and part.how.startswith("selective"):
-            part.how = "non_reentrant"  # torch's own LSTM in fp16 writes into what selective checkpointing keeps
     return Recipe(
         seed=seed,
         parts=parts,
@@ -98,12 +101,12 @@ def recipe_of(seed: int) -> Recipe:
 class Block(nn.Module):
     """``x + after(tanh(use(x)))``, one of them frozen, or both, or none."""
 
-    def __init__(self, use: nn.Module) -> None:
+    def __init__(self, use: nn.Module, bare: bool) -> None:
         super().__init__()
-        self.use, self.after = use, nn.Linear(WIDTH, WIDTH)
+        self.use, self.after, self.bare = use, nn.Linear(WIDTH, WIDTH), bare
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        y = self.after(torch.tanh(self.use(x)))
+        y = self.after(torch.tanh(self.use.forward(x) if self.bare else self.use(x)))
         return x + y if weight is None else x + y + x * weight.flatten()[:WIDTH]
 
 
@@ -121,7 +124,7 @@ class RandomModel(nn.Module):
                 if part.tied and weight.shape in weights:
                     module.weight = weights[weight.shape]
                 weights[weight.shape] = module.weight
-            self.blocks.append(Block(module))
+            self.blocks.append(Block(module, part.bare))
         rng = random.Random(recipe.seed)
         for param in self.blocks.parameters():
             param.requires_grad_(rng.random() >= recipe.frozen)

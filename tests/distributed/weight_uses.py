@@ -106,7 +106,7 @@ class Lora(nn.Module):
         return self.base(x) + self.down(x) @ self.up
 
 
-OPERATIONS: dict[str, Callable[[], nn.Module]] = {
+USES: dict[str, Callable[[], nn.Module]] = {
     "addmm": partial(Use, lambda m, x: torch.addmm(m.bias, x, m.weight)),
     "matmul": partial(Use, lambda m, x: torch.matmul(x, m.weight) + m.bias),
     "at": partial(Use, lambda m, x: torch.tanh(x @ m.weight) @ m.other + m.bias, other=(WIDTH, WIDTH)),
@@ -117,10 +117,6 @@ OPERATIONS: dict[str, Callable[[], nn.Module]] = {
     "layer_norm": partial(Use, lambda m, x: F.layer_norm(x, (WIDTH,), m.weight, m.bias), (WIDTH,)),
     "attention": partial(Use, attention, (7, WIDTH), (7, WIDTH)),
     "custom": partial(Use, lambda m, x: Keeps.apply(x, m.weight, m.other) + m.bias, other=(WIDTH, WIDTH)),
-}
-
-USES: dict[str, Callable[[], nn.Module]] = {
-    **OPERATIONS,
     "bmm": partial(Use, bmm),
     "twice": partial(Use, lambda m, x: torch.tanh(x @ m.weight) @ m.weight.t() + m.bias),
     "elementwise": partial(Use, lambda m, x: x * m.weight.exp() + m.bias, (WIDTH,)),
