@@ -1,8 +1,6 @@
 """The ring: the worked example of the sources at every iteration, uneven cuts, all dtypes, real collectives, bytes."""
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -75,45 +73,36 @@ def example(rank, world_size):
 
 
 def compare_with_real_collectives(rank, world_size):
-    """Ring and backend side by side, for all sizes and dtypes; returns the number of comparisons."""
-    compared = 0
-    for dtype in DTYPES:
+    """Ring and backend side by side, for all sizes and dtypes; the averages, for the test to compare with others."""
+    averages = []
+    for dtype, numel in itertools.product(DTYPES, SIZES):
         tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
-        for numel in SIZES:
-            mine = numbers(rank, numel, dtype)
-            total = mine.clone()
-            dist.all_reduce(total)
-            summed = mine.clone()
-            ring.all_reduce(summed, average=False)
-            torch.testing.assert_close(summed, total, **tolerance)
-            mean = mine.clone()
-            ring.all_reduce(mean)
-            assert torch.equal(mean, summed / world_size)
+        mine = numbers(rank, numel, dtype)
+        total = mine.clone()
+        dist.all_reduce(total)
+        summed = mine.clone()
+        ring.all_reduce(summed, average=False)
+        torch.testing.assert_close(summed, total, **tolerance)
+        mean = mine.clone()
+        ring.all_reduce(mean)
+        assert torch.equal(mean, summed / world_size)
+        averages.append(mean.tolist())
 
-            part = ring.reduce_scatter(mine.clone())
-            chunk = (rank + 1) % world_size
-            assert torch.equal(part, ring.cut(summed, world_size)[chunk]), "all-gather copies bits"
-            if numel and numel % world_size == 0:
-                real = torch.empty_like(part)
-                dist.reduce_scatter(real, ring.cut(mine, world_size)[-1:] + ring.cut(mine, world_size)[:-1])
-                own = [torch.empty_like(part) for _ in range(world_size)]
-                dist.all_gather(own, part.contiguous())
-                assert torch.equal(torch.cat(own[-1:] + own[:-1]), summed), "rank r has chunk r+1"
+        part = ring.reduce_scatter(mine.clone())
+        chunk = (rank + 1) % world_size
+        assert torch.equal(part, ring.cut(summed, world_size)[chunk]), "all-gather copies bits"
+        if numel and numel % world_size == 0:
+            real = torch.empty_like(part)
+            dist.reduce_scatter(real, ring.cut(mine, world_size)[-1:] + ring.cut(mine, world_size)[:-1])
+            own = [torch.empty_like(part) for _ in range(world_size)]
+            dist.all_gather(own, part.contiguous())
+            assert torch.equal(torch.cat(own[-1:] + own[:-1]), summed), "rank r has chunk r+1"
 
-            filled = torch.full_like(mine, torch.nan)
-            ring.cut(filled, world_size)[chunk].copy_(part)
-            ring.all_gather(filled)
-            assert torch.equal(filled, summed), "nothing but the own chunk counts"
-            compared += 1
-    return compared
-
-
-def results(rank, world_size):
-    """What every rank ends with, for the test to compare with the simulation."""
-    tensors = [numbers(rank, numel, dtype) for dtype in DTYPES for numel in SIZES]
-    for tensor in tensors:
-        ring.all_reduce(tensor)
-    return [tensor.tolist() for tensor in tensors]
+        filled = torch.full_like(mine, torch.nan)
+        ring.cut(filled, world_size)[chunk].copy_(part)
+        ring.all_gather(filled)
+        assert torch.equal(filled, summed), "nothing but the own chunk counts"
+    return averages
 
 
 def bytes_on_the_wire(rank, world_size, numel, dtype):
@@ -143,15 +132,10 @@ def test_the_sources_example_on_four_ranks_and_simulated(ranks):
     assert [result for _, result in answers] == [tensor.tolist() for tensor in tensors] == [AVERAGE] * 4
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_equal_to_the_real_collectives(ranks, world_size):
-    answers = ranks.run(compare_with_real_collectives, world_size=world_size)
-    assert answers == [len(SIZES) * len(DTYPES)] * world_size
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_same_bits_as_the_simulation_and_on_every_rank(ranks, world_size):
-    answers, expected = ranks.run(results, world_size=world_size), []
+    """And to the simulation: bit for bit, on every rank."""
+    answers, expected = ranks.run(compare_with_real_collectives, world_size=world_size), []
     for dtype, numel in itertools.product(DTYPES, SIZES):
         tensors = [numbers(rank, numel, dtype) for rank in range(world_size)]
         ring.simulate(tensors)
@@ -222,51 +206,6 @@ def test_any_number_of_ranks_and_elements(world_size, numel):
         assert sum(len(hop.sent) for hop in own) == ring.elements_sent(numel, world_size, rank)
         for before, after in itertools.pairwise(own):
             assert after.sent_chunk == before.received_chunk, "what arrives is passed on"
-
-
-def run_example(*arguments):
-    command = [sys.executable, "-W", "error", "examples/ring.py", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
-    return done.returncode, done.stdout + done.stderr
-
-
-@pytest.mark.exhaustive
-def test_the_example_prints_the_sources_example():
-    code, text = run_example()
-    assert code == 0, text
-    expected = []
-    for iteration, (sends, holds) in enumerate(REDUCE_SCATTER, 1):
-        expected += [f"GPU {r} sends Chunk {c} {values} to GPU {(r + 1) % 4}" for r, (c, values) in enumerate(sends)]
-        for rank, (chunk, total) in enumerate(holds):
-            own = worked_example.gradients(rank)[2 * chunk : 2 * chunk + 2].tolist()
-            done = f" ✓ (sum of all 4 GPUs for Chunk {chunk})" if iteration == 3 else ""
-            expected.append(f"GPU {rank}: Chunk {chunk} = {own} + {sends[rank - 1][1]} = {total}{done}")
-    expected += table([{chunk} for chunk, _ in REDUCE_SCATTER[-1][1]])
-    for chunks, known in ALL_GATHER:
-        expected += [f"GPU {r} sends Chunk {c} {SUMS[c]} to GPU {(r + 1) % 4}" for r, c in enumerate(chunks)]
-        expected += table(known)
-    expected.append("All GPUs: [7.0/4, 11.0/4] | [15.0/4, 19.0/4] | [23.0/4, 27.0/4] | [31.0/4, 35.0/4]")
-    expected.append("= [1.75, 2.75] | [3.75, 4.75] | [5.75, 6.75] | [7.75, 8.75]")
-    lines = [line.strip() for line in text.splitlines() if line and not line.startswith("---")]
-    start = lines.index(expected[0])
-    assert lines[start : start + len(expected)] == expected
-    assert len(lines[start + len(expected) :]) == 6
-    assert all(line.startswith("OK: ") for line in lines[start + len(expected) :])
-
-
-def table(known):
-    """The sources' picture of which GPU has which finished chunk."""
-    return [
-        f"GPU {rank}: " + " | ".join(str(SUMS[c]) if c in has else "[?, ?]" for c in range(4))
-        for rank, has in enumerate(known)
-    ]
-
-
-@pytest.mark.exhaustive
-def test_the_example_refuses_what_it_cannot_run():
-    code, text = run_example("--ranks", "99")
-    assert code == 2
-    assert "--ranks 99" in text
 
 
 def test_the_story_of_one_rank():
