@@ -1,4 +1,4 @@
-"""Waits, gates and poisons are needed: without one of them (a list says where not) something raises or differs."""
+"""Gates, drains and poisons are needed: without one of them (a list says where not) something raises or differs."""
 
 import contextlib
 from unittest import mock
@@ -16,15 +16,13 @@ from tools import waits
 from tools.stream_programs import OFFLOADED, PROGRAMS
 
 VERBS = {
-    "wait", "finish", "record", "poison", "settle", "_settle", "drain", "wait_all", "wait_event", "synchronize",
-    "finish_reads", "before_write", "before_writes", "_catch_up",
-    "arrive", "_wait_for_update", "wait_shard",
+    "poison", "settle", "_settle", "drain", "wait_all", "wait_event", "finish_reads", "before_write", "before_writes",
+    "_catch_up", "arrive", "_wait_for_update", "wait_shard",
 }  # fmt: skip
+"""The waits of an event, a copy or a collective themselves are in ``test_waits.py``."""
 
 ON_GPU = {
     "deepzero.comm.reduce_scatter": ("stage 2", "alone", "stage 0", "quantized"),
-    "deepzero.comm.collectives": ("stage 2",),
-    "deepzero.comm.quantized_reduce": ("quantized",),
     "deepzero.runtime.zero.parameter_all_gather": ("stage 3", "quantized", "qwZ", "hybrid", "alone in stage 3"),
     "deepzero.runtime.zero.zeropp": ("quantized", "qwZ", "hybrid"),
     "deepzero.runtime.zero.partitioned_bucket": ("stage 3", "stage 3 on the host", "quantized", "hybrid"),
@@ -33,8 +31,6 @@ ON_GPU = {
     "deepzero.offload.optimizer_offload": ("offload", "offload in fp32", "stage 3 on the host", "alone in stage 3"),
     "deepzero.runtime.zero.gradient_reduction": ("offload",),
     "deepzero.runtime.zero.stage_1_and_2": ("stage 0", "stage 2", "offload", "alone"),
-    "deepzero.runtime.zero.partitioned_param_coordinator": ("stage 3",),
-    "deepzero.offload.delayed_update": ("delayed",),
     "deepzero.offload.copy_streams": ("offload", "stage 3", "alone"),
     "deepzero.offload.activations": ("alone",),
     "deepzero.offload.offload_states": ("offload",),
@@ -45,45 +41,27 @@ FILES = {f"{module.partition('.')[2].replace('.', '/')}.py": module for module i
 REMOVALS = {}
 """The calls that are statements, as ``UNNOTICED`` names them."""
 for site in waits.sites(FILES, VERBS):
-    if site.statement and "ledger.record" not in site.words:
+    if site.statement:
         named = f"{FILES[site.file].rpartition('.')[2]}.{site.function}: {site.words}"
         again = sum(other.partition(" #")[0] == named for other in REMOVALS)
         REMOVALS[named + f" #{again}" * (again > 0)] = site
 
 
 EARLIER = "the backward pass settles too; this gives memory back before it"
-LATE = "no program here publishes under the forward pass: test_overlap_param_gather.py does"
-WAITS = "no program here comes by it with something under way: those of tools/waits.py do"
-TIMES = "it takes the time, and orders nothing"
-AGREED = "the step's agreement has stood still for the device before; kept for a bucket that nobody has used since"
-UNUSED = "no program here leaves one on its way"
-LOSSY = "no program here asks for values that are gathered quantised: test_zeropp_weights.py does"
-REST = "no program here discards gradients, or starts from zero.Init: tests of those compare bits"
 KNOWN = "whoever writes here has stood still for the device; a load has not, see test_null_gpu.py"
 UNNOTICED = {
-    "reduce_scatter.BucketReducer.launch: self.comm.exchange(kind + self.suffix, [output], [output], 0, "
-    "f'bucket {bucket.index}').wait()": "one rank: nothing travels, and the ledger notes it",
-    "reduce_scatter.BucketReducer.drain: gather.wait()": AGREED,
-    "offload_states.StateOffloader._come_to_rest: engine.zero.bucket_reducer.drain()": UNUSED,
-    "activations.HostActivations.watching: copy.wait()": WAITS,
-    "optimizer_offload.HostGradients.output.there_and_back: (down or self._down[key]).wait()": WAITS,
+    "offload_states.StateOffloader._come_to_rest: engine.zero.bucket_reducer.drain()": "nothing is left on its way",
     "gradient_reduction.GradientReducer.reduce_now: self.drain() #1": "test_world_size.py does",
-    "offload_states.StateOffloader._come_to_rest: engine.before_writes()": LATE,
-    "partitioned_bucket.PartitionedBucket.write: self.gathered_by.finish()": UNUSED,
-    "partitioned_bucket.PartitionedBucket.gather_again: gather.finish()": LOSSY,
+    "offload_states.StateOffloader._come_to_rest: engine.before_writes()":
+        "no program here publishes under the forward pass: test_overlap_param_gather.py does",
     "stage3.PartitionedParamGroup.writing: self.before_write()": KNOWN,
     "stage_1_and_2.ParamGroup._write_param: self.before_write()": KNOWN,
-    "copy_streams.HostDeviceCopier.finish_reads: copy.finish()": KNOWN,
-    "gradient_reduction.GradientReducer.discard_gradients: self.drain()": REST,
-    "optimizer_offload.HostGradients.discard: slot.finish()": REST,
+    "gradient_reduction.GradientReducer.discard_gradients: self.bucket_reducer.drain()":
+        "no program here discards gradients: tests of that compare bits",
     "activations.HostActivations.watching: self._settle(0)": EARLIER,
     "activations.HostActivations._pack: self._settle(LEAVING)": EARLIER,
     "activations.HostActivations._fetch: self._settle(0)": EARLIER,
-    "activations.HostBuffers.take: copy.finish()": "the loss is read in between; in test_null_gpu.py it is not",
-    "copy_streams.PendingCopy.wait: self._before.record()": TIMES,
-    "copy_streams.PendingCopy.wait: self._after.record()": TIMES,
-    "copy_streams.HostDeviceCopier._launch: copy.begin.record()": TIMES,
-}
+}  # fmt: skip
 """Statements that nothing here misses, and why they stay."""
 
 
@@ -142,7 +120,7 @@ def run(program, device):
     seen = []
     with engine_in(null_gpu(world) if device == GPU else mirrored_cpu(world), given, kind) as (engine, _):
         weight = dict(engine.module.named_parameters())["blocks.0.1.weight"]
-        for step in range(4 if program == "delayed" else 3):
+        for step in range(3):
             for k in range(engine.batch.accumulation):
                 batch = [t.to(device) for t in make_batch(10 * step + k, 2)]
                 step_on(engine, *batch)
@@ -150,7 +128,6 @@ def run(program, device):
             if step == 1:
                 with torch.no_grad():
                     engine(*batch)
-                engine.finish_delayed_update()
                 with deepzero.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
                     weight.mul_(0.5)
                 engine.offload_states(non_blocking=True)
@@ -182,10 +159,8 @@ def notices(removal, calm):
 
 
 DEFAULT = (
-    "reduce_scatter.BucketReducer.acquire: buffers.free.wait()",
-    "reduce_scatter.BucketReducer._finish: inflight.pending.wait()",
     "reduce_scatter.BucketReducer._finish: comm.chaos.poison(buffers.send, buffers.recv_buffer)",
-    "offload_states.OffloadedStorages.come_back: copy.wait()",
+    "optimizer_offload.HostOptimizerShard.drain_grads: self.gradients.drain()",
 )
 
 

@@ -1,12 +1,8 @@
 """What takes waits out of the package finds them, and simulated streams notice."""
 
-import random
-
 import pytest
 
 from tools import waits
-
-PROGRAMS = ("stage 2", "offload")
 
 
 def test_waits_are_found_by_their_syntax():
@@ -17,15 +13,13 @@ def test_waits_are_found_by_their_syntax():
     assert not any(site.file == "device.py" for site in found.values())
 
 
-@pytest.mark.slow
 def test_a_sample_of_waits_is_noticed():
-    found = waits.sites()
-    known = waits.baselines(found, PROGRAMS)
-    reached = [site for site in found if any(site in calm.passed for calm in known.values())]
-    assert len(reached) > 10
-    sure = [site for site in reached if site.file.startswith("comm")]
-    for site in random.Random(1).sample(sure, 3):
-        assert waits.notices(site, known) is not None, site
+    known = waits.baselines(found := waits.sites(), ("stage 2",))
+    reached = [site for site in found if site in known["stage 2"].passed]
+    assert len(reached) > 5
+    for site in ("acquire: buffers.free.wait()", "_finish: inflight.pending.wait()", "Pending.wait: work.wait()"):
+        (wait,) = (one for one in reached if str(one).endswith(site))
+        assert waits.notices(wait, known) is not None, site
 
 
 @pytest.mark.exhaustive
