@@ -73,11 +73,12 @@ def said(act: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
     return None
 
 
-def train_and_save(rank: int, world: int, folder: Path, stage: int, until: int, changes: dict[str, Any]) -> Any:
-    """Train from the beginning, save into ``folder``; records and fingerprints."""
+def train_and_save(rank: int, world: int, folder: Path | None, stage: int, until: int, changes: dict[str, Any]) -> Any:
+    """Train from the beginning, save into ``folder`` if there is one; records, hash and fingerprints."""
     engine = engine_for(world, stage, **changes)
     records = steps(engine, rank, world, until)
-    engine.save_checkpoint(folder, client_state={"until": until})
+    if folder is not None:
+        engine.save_checkpoint(folder, client_state={"until": until})
     result = records, engine.params_sha256(), fingerprints(engine)
     engine.destroy()
     return result

@@ -29,6 +29,13 @@ def _shards(folder: Path) -> list[Path]:
     return sorted(_only(folder).glob("*.safetensors"))
 
 
+def _place(folder: Path, name: str, rng: Random) -> Path:
+    """The file of this name, or some shard."""
+    if name == "a shard":
+        return rng.choice(_shards(folder))
+    return folder / name if name == "latest" else _only(folder) / name
+
+
 def _cut(file: Path, rng: Random) -> None:
     content = file.read_bytes()
     # The line end of a small file says nothing, and may be lost.
@@ -42,12 +49,18 @@ def _flip(file: Path, rng: Random, most: int | None = None) -> None:
     file.write_bytes(content)
 
 
-def _lay_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
+def _lay_folder(file: Path, rng: Random) -> None:
+    file.unlink()
+    file.mkdir()
 
 
-def _swap(folder: Path, rng: Random) -> None:
+def _lay_file(folder: Path, later: Path, rng: Random) -> None:
+    path = _only(folder)
+    shutil.rmtree(path)
+    path.write_text("no folder")
+
+
+def _swap(folder: Path, later: Path, rng: Random) -> None:
     shards = _shards(folder)
     first, second = rng.sample(shards, 2) if len(shards) > 1 else (shards[0], _only(folder) / "manifest.json")
     aside = first.with_suffix(".aside")
@@ -56,7 +69,7 @@ def _swap(folder: Path, rng: Random) -> None:
     aside.rename(second)
 
 
-def _half_written(folder: Path, rng: Random) -> None:
+def _half_written(folder: Path, later: Path, rng: Random) -> None:
     """As a kill in the first save leaves it."""
     path = _only(folder)
     (path / "COMMIT").unlink()
@@ -67,92 +80,69 @@ def _half_written(folder: Path, rng: Random) -> None:
     path.rename(folder / f".saving-0123456789ab-{path.name}")
 
 
-def _one_shard(act: Callable[[Path, Random], object]) -> Damage:
-    return lambda folder, later, rng: act(rng.choice(_shards(folder)), rng)
+def _on(name: str, act: Callable[[Path, Random], object]) -> Damage:
+    return lambda folder, later, rng: act(_place(folder, name, rng), rng)
 
 
-def _one_file(name: str, act: Callable[[Path, Random], object]) -> Damage:
-    return lambda folder, later, rng: act(folder / name if name == "latest" else _only(folder) / name, rng)
+def _from_later(*names: str) -> Damage:
+    def damage(folder: Path, later: Path, rng: Random) -> None:
+        for name in names:
+            file = _place(folder, name, rng)
+            shutil.copy(_only(later) / file.name, file)
 
-
-def _from_later(name: str) -> Damage:
-    return lambda folder, later, rng: shutil.copy(_only(later) / name, _only(folder) / name)
-
-
-def _later_shard(folder: Path, later: Path, rng: Random) -> None:
-    name = rng.choice(_shards(folder)).name
-    shutil.copy(_only(later) / name, _only(folder) / name)
+    return damage
 
 
 FILES: dict[str, Damage] = {
-    "a shard cut": _one_shard(_cut),
-    "a shard longer": _one_shard(lambda file, rng: file.write_bytes(file.read_bytes() + rng.randbytes(7))),
-    "a bit of a shard": _one_shard(_flip),
-    "a bit of a shard's length": _one_shard(lambda file, rng: _flip(file, rng, 8)),
-    "a bit of a shard's header": _one_shard(lambda file, rng: _flip(file, rng, 2000)),
-    "a shard missing": _one_shard(lambda file, rng: file.unlink()),
-    "a folder for a shard": _one_shard(lambda file, rng: _lay_folder(file)),
-    "shards swapped": lambda folder, later, rng: _swap(folder, rng),
-    "a later shard": _later_shard,
+    "a shard longer": _on("a shard", lambda file, rng: file.write_bytes(file.read_bytes() + rng.randbytes(7))),
+    "a bit of a shard's length": _on("a shard", lambda file, rng: _flip(file, rng, 8)),
+    "a bit of a shard's header": _on("a shard", lambda file, rng: _flip(file, rng, 2000)),
+    "shards swapped": _swap,
+    "a later shard": _from_later("a shard"),
     "a later manifest": _from_later("manifest.json"),
     "a later commit": _from_later("COMMIT"),
-    "a later manifest and commit": lambda folder, later, rng: [
-        _from_later(name)(folder, later, rng) for name in ("manifest.json", "COMMIT")
-    ],
-    "half written": lambda folder, later, rng: _half_written(folder, rng),
-    "a file for the checkpoint": lambda folder, later, rng: [
-        path := _only(folder),
-        shutil.rmtree(path),
-        path.write_text("no folder"),
-    ],
+    "a later manifest and commit": _from_later("manifest.json", "COMMIT"),
+    "half written": _half_written,
+    "a file for the checkpoint": _lay_file,
 }
-for _name in ("manifest.json", "COMMIT", "latest"):
-    FILES[f"{_name} cut"] = _one_file(_name, _cut)
-    FILES[f"a bit of {_name}"] = _one_file(_name, _flip)
-    FILES[f"{_name} missing"] = _one_file(_name, lambda file, rng: file.unlink())
-    FILES[f"a folder for {_name}"] = _one_file(_name, lambda file, rng: _lay_folder(file))
+for _name in ("a shard", "manifest.json", "COMMIT", "latest"):
+    FILES[f"{_name} cut"] = _on(_name, _cut)
+    FILES[f"a bit of {_name}"] = _on(_name, _flip)
+    FILES[f"{_name} missing"] = _on(_name, lambda file, rng: file.unlink())
+    FILES[f"a folder for {_name}"] = _on(_name, _lay_folder)
 
 
 # ---- edited manifests ------------------------------------------------------------------------------------------------
 
-Edit = Callable[[dict[str, Any], Random], object]
+Content = dict[str, Any]
+Edit = Callable[[Content, Random], object]
 
 
-def _file(content: dict[str, Any], rng: Random) -> dict[str, Any]:
-    found = content["files"][rng.choice(sorted(content["files"]))]
-    assert isinstance(found, dict)
-    return found
-
-
-def _row(content: dict[str, Any], rng: Random) -> dict[str, Any]:
-    found = rng.choice([row for row in _file(content, rng)["rows"] if row["numel"] > 1])
-    assert isinstance(found, dict)
-    return found
-
-
-def _parameter(content: dict[str, Any], rng: Random) -> dict[str, Any]:
-    found = content["parameters"][rng.choice(sorted(content["parameters"]))]
-    assert isinstance(found, dict)
-    return found
-
-
-def _set(where: Callable[[dict[str, Any], Random], dict[str, Any]], **values: Any) -> Edit:
-    return lambda content, rng: where(content, rng).update(values)
-
-
-def _add(where: Callable[[dict[str, Any], Random], dict[str, Any]], key: str, amount: int) -> Edit:
-    def edit(content: dict[str, Any], rng: Random) -> None:
-        place = where(content, rng)
-        place[key] += amount
-
-    return edit
-
-
-def _top(content: dict[str, Any], rng: Random) -> dict[str, Any]:
+def _top(content: Content, rng: Random) -> Content:
     return content
 
 
-def _other_crc(content: dict[str, Any], rng: Random) -> None:
+def _file(content: Content, rng: Random) -> Content:
+    return content["files"][rng.choice(sorted(content["files"]))]
+
+
+def _row(content: Content, rng: Random) -> Content:
+    return rng.choice([row for row in _file(content, rng)["rows"] if row["numel"] > 1])
+
+
+def _parameter(content: Content, rng: Random) -> Content:
+    return content["parameters"][rng.choice(sorted(content["parameters"]))]
+
+
+def _set(where: Callable[[Content, Random], Content], **values: Any) -> Edit:
+    return lambda content, rng: where(content, rng).update(values)
+
+
+def _add(where: Callable[[Content, Random], Content], key: str, amount: int) -> Edit:
+    return lambda content, rng: (place := where(content, rng)).update({key: place[key] + amount})
+
+
+def _other_crc(content: Content, rng: Random) -> None:
     file = _file(content, rng)
     block = 8 * rng.randrange(len(file["crc32"]) // 8)
     crc = int(file["crc32"][block : block + 8], 16) ^ 1 << rng.randrange(32)
@@ -160,19 +150,10 @@ def _other_crc(content: dict[str, Any], rng: Random) -> None:
 
 
 def _file_renamed(name: str) -> Edit:
-    def edit(content: dict[str, Any], rng: Random) -> None:
+    def edit(content: Content, rng: Random) -> None:
         content["files"][name] = content["files"].pop(rng.choice(sorted(content["files"])))
 
     return edit
-
-
-def _twice(content: dict[str, Any], rng: Random) -> None:
-    rows = _file(content, rng)["rows"]
-    rows.append(dict(rng.choice(rows)))
-
-
-def _parameter_gone(content: dict[str, Any], rng: Random) -> None:
-    del content["parameters"][rng.choice(sorted(content["parameters"]))]
 
 
 EDITS: dict[str, Edit] = {
@@ -184,7 +165,7 @@ EDITS: dict[str, Edit] = {
     "state of no dtype": _set(_parameter, state={"step": {"dtype": "F99", "shape": [], "value": 3.0}}),
     "state of a shape": _set(_parameter, state={"step": {"dtype": "F32", "shape": [2], "value": 3.0}}),
     "state a text": _set(_parameter, state={"step": {"dtype": "F32", "shape": [], "value": "many"}}),
-    "a parameter gone": _parameter_gone,
+    "a parameter gone": lambda content, rng: content["parameters"].pop(rng.choice(sorted(content["parameters"]))),
     "an alias twice": lambda content, rng: _parameter(content, rng)["aliases"].extend(["norm.weight", "norm.weight"]),
     "an offset moved": _add(_row, "offset", 4),
     "an offset negative": _set(_row, offset=-4),
@@ -198,7 +179,7 @@ EDITS: dict[str, Edit] = {
     "a row elsewhere": _add(_row, "start", 1),
     "a row of another key": _set(_row, key="exp_other"),
     "a row of a list": _set(_row, name=["a", "b"]),
-    "a row twice": _twice,
+    "a row twice": lambda content, rng: (rows := _file(content, rng)["rows"]).append(dict(rng.choice(rows))),
     "rows dropped": lambda content, rng: _file(content, rng)["rows"].pop(),
     "all rows dropped": lambda content, rng: _file(content, rng)["rows"].clear(),
     "a row without an offset": lambda content, rng: _row(content, rng).pop("offset"),
@@ -250,35 +231,33 @@ TEXTS: dict[str, Callable[[bytes, Random], bytes]] = {
 }
 
 
-def _edited(edit: Edit, commit: bool) -> Damage:
-    def damage(folder: Path, later: Path, rng: Random) -> None:
-        file = _only(folder) / "manifest.json"
-        content = json.loads(file.read_bytes())
+def _edited(edit: Edit) -> Callable[[bytes, Random], bytes]:
+    def change(raw: bytes, rng: Random) -> bytes:
+        content = json.loads(raw)
         edit(content, rng)
-        _write(file, json.dumps(content).encode(), commit)
+        return json.dumps(content).encode()
 
-    return damage
+    return change
 
 
-def _rewritten(change: Callable[[bytes, Random], bytes]) -> Damage:
+def _manifest(change: Callable[[bytes, Random], bytes], commit: bool = True) -> Damage:
+    """``commit``: with a hash that is right, as after an edit by hand."""
+
     def damage(folder: Path, later: Path, rng: Random) -> None:
         file = _only(folder) / "manifest.json"
-        _write(file, change(file.read_bytes(), rng), True)
+        content = change(file.read_bytes(), rng)
+        file.write_bytes(content)
+        if commit:
+            file.with_name("COMMIT").write_text(hashlib.sha256(content).hexdigest() + "\n")
 
     return damage
-
-
-def _write(file: Path, content: bytes, commit: bool) -> None:
-    file.write_bytes(content)
-    if commit:
-        file.with_name("COMMIT").write_text(hashlib.sha256(content).hexdigest() + "\n")
 
 
 MANIFESTS: dict[str, Damage] = {
-    **{f"manifest with {name}, committed": _edited(edit, True) for name, edit in EDITS.items()},
-    **{f"manifest {name}, committed": _rewritten(change) for name, change in TEXTS.items()},
+    **{f"manifest with {name}, committed": _manifest(_edited(edit)) for name, edit in EDITS.items()},
+    **{f"manifest {name}, committed": _manifest(change) for name, change in TEXTS.items()},
     **{
-        f"manifest with {name}": _edited(EDITS[name], False)
+        f"manifest with {name}": _manifest(_edited(EDITS[name]), commit=False)
         for name in ("another shape", "an offset moved", "a CRC-32 changed", "rows dropped", "version raised")
     },
 }

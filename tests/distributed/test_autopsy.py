@@ -18,20 +18,10 @@ from deepzero.comm.process_group import StoreMailbox
 from deepzero.health import desync_watchdog, hang_report
 from deepzero.health.desync_watchdog import NcclWatchdog, RankLeftError, Watchdog
 from deepzero.health.hang_report import CollectiveTimeoutError, Diagnosis, RollCall, summary, within
-from tests.distributed.test_divergence import dogs_of, joined, one_exchange, stand
+from tests.distributed.test_divergence import dogs_of, joined, one_exchange, stand, state
 
 LOST = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:15558")
 TIMED_OUT = RuntimeError("Timed out waiting 3000ms for recv operation to complete")
-
-
-def state(launches, waits):
-    """A rank that has launched one collective a letter, and waits for the last or runs."""
-    trail = FlightRecorder()
-    for where in launches:
-        trail.waiting = trail.launch("gather", where)
-    trail.waiting = trail.waiting if waits else None
-    trail.step, trail.position = 12, f"forward of {launches[-1]}"
-    return State.from_json(trail.state(1, "data.py:88").to_json())
 
 
 def test_a_state_travels():
@@ -53,13 +43,13 @@ BUSY = (
 
 
 @pytest.mark.parametrize(("states", "gone", "world", "said"), [
-    ({0: state("ab", True), 1: state("a", False), 2: state("ab", True)}, {}, 3, BUSY),
-    ({0: state("ab", True)}, {}, 2, "rank 0 waits in collective 2, gather of b, for rank 1, which does not answer:"),
-    ({0: state("ab", True), 1: state("ac", True)}, {}, 2, "has launched collective 2, gather of c in place of coll"),
-    ({0: state("ab", True), 1: state("ab", True)}, {}, 2, "rank 0 and rank 1 wait for collective 2, gather of b, wh"),
-    ({0: state("ab", True)}, {1: DepartedRank(1, "has failed: E")}, 2, "for rank 1, which has failed: E"),
-    ({0: state("abc", True), 1: state("ab", True)}, {}, 2, "rank 1 is waiting for collective 2, gather of b"),
-    ({0: state("a", False)}, {}, 2, "rank 1: does not answer: killed, stopped, or its machine is gone"),
+    ({0: state("ab", 2), 1: state("a"), 2: state("ab", 2)}, {}, 3, BUSY),
+    ({0: state("ab", 2)}, {}, 2, "rank 0 waits in collective 2, gather of b, for rank 1, which does not answer:"),
+    ({0: state("ab", 2), 1: state("ac", 2)}, {}, 2, "has launched collective 2, gather of c in place of coll"),
+    ({0: state("ab", 2), 1: state("ab", 2)}, {}, 2, "rank 0 and rank 1 wait for collective 2, gather of b, wh"),
+    ({0: state("ab", 2)}, {1: DepartedRank(1, "has failed: E")}, 2, "for rank 1, which has failed: E"),
+    ({0: state("abc", 3), 1: state("ab", 2)}, {}, 2, "rank 1 is waiting for collective 2, gather of b"),
+    ({0: state("a")}, {}, 2, "rank 1: does not answer: killed, stopped, or its machine is gone"),
 ])  # fmt: skip
 def test_summary(states, gone, world, said):
     text = summary(states, gone, world, 3.0)

@@ -18,6 +18,7 @@ from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm import process_group
 from tests.distributed.checkpoints import engine_for, fingerprints, said, steps
 from tests.distributed.pool import on_ranks
+from tests.distributed.test_checkpoint_models import two_groups
 from tests.distributed.training import SGD, TinyModel, config, log_lines, make_model, start
 
 
@@ -151,13 +152,6 @@ def test_another_model(rank, world, saved, tmp_path, stage):
         if name == "larger":
             engine.save_checkpoint(tmp_path)
         engine.destroy()
-
-
-def two_groups(model):
-    """Biases in a group of their own."""
-    params = dict(model.named_parameters())
-    weights, biases = ([p for n, p in params.items() if n.endswith("bias") == bias] for bias in (False, True))
-    return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": 3e-3}]
 
 
 @on_ranks()

@@ -18,15 +18,12 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from deepzero import durable
 from deepzero.checkpoint import async_save, shard_file
 from deepzero.checkpoint import checkpoint_dir as folders
 from deepzero.checkpoint import export as exporting
-from deepzero.checkpoint.manifest import Entry
 from deepzero.comm import process_group
-from deepzero.offload.pinned_arena import ALIGN_BYTES
 from tests.distributed.checkpoints import engine_for, fingerprints, said, steps
 from tests.distributed.pool import on_ranks
 
@@ -458,31 +455,3 @@ def test_no_flush_has_much_to_write(rank, world, tmp_path):
     engine.destroy()
     assert sum(sizes) > 20_000 and max(sizes) <= 8192 + 2 * 4096
     assert {8192, 16384} <= set(told)
-
-
-def test_a_copy_locks_no_more_than_it_needs(monkeypatch):
-    """On a GPU: the bytes of the shard, in memory that is used again, and one piece of it at a time."""
-    locked = {}
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda address, nbytes, flags: locked.update({address: nbytes}) or 0,
-        cudaHostUnregister=lambda address: locked.pop(address) * 0,
-    )
-    fakes = {
-        "cudart": lambda: runtime, "device": nullcontext, "current_stream": lambda device: None,
-        "Event": lambda enable_timing: SimpleNamespace(record=lambda stream: None, synchronize=None),
-    }  # fmt: skip
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
-    saver, needed = async_save.Saver(torch.device("cuda"), 1.0), []
-    for numel in (700_000, 300_000, 1_100_000):
-        values = torch.arange(numel, dtype=torch.float32)
-        plan = shard_file.plan_shard([Entry("master", "w", 0, values)], {})
-        copied, _ = saver._snapshot(plan)
-        assert bytes(copied.image.numpy()) == plan.header + values.numpy().tobytes()
-        needed.append(plan.bytes)
-        (size,) = locked.values()
-        assert max(needed) <= size < max(needed) + ALIGN_BYTES
-        assert [tensor.nbytes for tensor in saver.held()] == [max(needed)]
-    saver.close()
-    assert locked == {} and saver.held() == []

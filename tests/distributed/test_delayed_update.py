@@ -52,7 +52,7 @@ def by_hand(rank, world, steps):
 
 
 def test_is_late_by_one_step(ranks):
-    steps = 8
+    steps = 6
     expected = ranks.run(by_hand, steps, world_size=2)[0]
     cases = [*(late(stage, precision="fp32") for stage in (1, 2, 3)), settings(2, 1.0, gradient_clipping=0.0)]
     for per_rank in ranks.run(train_each, cases, steps):
@@ -70,7 +70,7 @@ def test_same_bits_in_all_stages(ranks, accumulation):
     cases = [
         late(stage, chaos=seed, bucket=bucket, gradient_accumulation_steps=accumulation)
         for stage in stages
-        for seed, bucket in ((None, 200), (1, 1500), (2, 200))
+        for seed, bucket in ((None, 1500), (1, 200))
     ]
     check_same_bits(ranks, cases, 5)
 

@@ -23,19 +23,19 @@ from deepzero.config.engine import ChaosConfig
 from deepzero.health import desync_watchdog
 from deepzero.health.desync_watchdog import RankDivergenceError, RankLeftError, Watchdog
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import SGD, config, make_model, my_micro_batches, start
+from tests.distributed.training import SGD, config, make_model, my_micro_batches, start, step_on
 
 BY_HAND = pytest.mark.exhaustive
 
 
-def waiting_state(launches, waits_for):
-    """A rank that has launched ``launches`` and waits for the one with this number, as another reads it."""
+def state(launches, waits_for=None):
+    """A rank as another reads it: it launched a collective a letter, and waits for that of this number, or runs."""
     trail = FlightRecorder()
-    for where in launches:
-        trail.launch("gather", where)
-    recent = {item.sequence: item for item in trail.recent}
-    state = State(1, f"forward of {launches[-1]}", "train.py:7", trail.sequence, recent[waits_for], recent)
-    return State.from_json(state.to_json())
+    for number, where in enumerate(launches, 1):
+        launched = trail.launch("gather", where)
+        trail.waiting = launched if number == waits_for else trail.waiting
+    trail.step, trail.position = 12, f"forward of {launches[-1]}"
+    return State.from_json(trail.state(1, "data.py:88").to_json())
 
 
 @pytest.mark.parametrize(("trails", "gone", "expected"), [
@@ -50,13 +50,13 @@ def waiting_state(launches, waits_for):
     ({0: ("ab", 2)}, {1: DepartedRank(2, "has ended its program")}, []),
 ])  # fmt: skip
 def test_who_is_stuck(trails, gone, expected):
-    assert desync_watchdog.stuck({rank: waiting_state(*trail) for rank, trail in trails.items()}, gone) == expected
+    assert desync_watchdog.stuck({rank: state(*trail) for rank, trail in trails.items()}, gone) == expected
 
 
 def test_verdict_names_everything():
-    text = desync_watchdog.verdict({0: waiting_state("ab", 2), 2: waiting_state("ac", 2)}, {}, 3)
+    text = desync_watchdog.verdict({0: state("ab", 2), 2: state("ac", 2)}, {}, 3)
     for said in (
-        "rank 0: in forward of b, at train.py:7, waiting for collective 2, gather of b",
+        "rank 0: step 12, in forward of b, at data.py:88, waiting for collective 2, gather of b",
         "rank 1: its own code is running",
         "rank 0 launched collective 2, gather of b; rank 2 launched collective 2, gather of c",
         "set_z3_leaf_modules",
@@ -266,8 +266,7 @@ def test_stage_3_names_the_modules(rank, world):
     with joined():
         settings = config(stage=3, bucket=256, zero={"stage3_param_persistence_threshold": 0})
         engine, *_ = deepzero.initialize(model=Branching(), config=settings)
-        engine.backward(engine(torch.ones(2, 16), 0))
-        engine.step()
+        step_on(engine, torch.ones(2, 16), 0)
         started = time.monotonic()
         with pytest.raises(RankDivergenceError) as error:
             engine.backward(engine(torch.ones(2, 16), rank))

@@ -136,21 +136,16 @@ def test_frozen_unused_scalar_tied_and_used_on_one_rank(rank, world):
     hashes = set()
     for stage in (0, 1, 2):
         torch.manual_seed(0)
-        with log_lines() as messages:
-            engine = start(Odd(), stage=stage, bucket=800, gradient_clipping=0, optimizer=SGD)
-            model = engine.module
-            frozen, unused = model.frozen.weight.clone(), model.unused.weight.clone()
-            for step in range(3):
-                engine.backward(engine(*my_micro_batches(step, rank, world, 2, 1)[0], extra=rank == 0)["loss"])
-                engine.step()
+        engine = start(Odd(), stage=stage, bucket=800, gradient_clipping=0, optimizer=SGD)
+        model = engine.module
+        frozen, unused = model.frozen.weight.clone(), model.unused.weight.clone()
+        for step in range(3):
+            engine.backward(engine(*my_micro_batches(step, rank, world, 2, 1)[0], extra=rank == 0)["loss"])
+            engine.step()
         assert torch.equal(frozen, model.frozen.weight) and torch.equal(unused, model.unused.weight)
         assert model.tiny.head.weight is model.tiny.embed.weight
         # Mean over three ranks of a gradient of 1 on one of them, three steps of 0.1.
         assert model.sometimes[0].item() == pytest.approx(1 - 3 * 0.1 / 3)
-        named = [m for m in messages if "no gradient" in m]
-        said = [] if rank else ["no gradient in this backward pass, so it counts as zeros (said once): "]
-        assert [m.partition("unused.")[0] for m in named] == said, "one line, on rank 0"
-        assert all({"unused.weight", "unused.bias"} == set(m.split(": ")[1].split(", ")) for m in named)
         hashes.add(engine.params_sha256())
     assert len(hashes) == 1
 
@@ -188,19 +183,6 @@ def test_native_fp16_with_accumulation(rank, world):
     assert norms == pytest.approx([norms[0]] * 6, rel=1e-2)
 
 
-@on_ranks()
-def test_sparse_gradients(rank, world):
-    found = set()
-    for stage in (0, 1, 2):
-        torch.manual_seed(0)
-        engine = start(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1)), stage=stage, optimizer=SGD)
-        engine.backward(engine(make_batch(0, 2)[0] % 10).mean())
-        engine.step()
-        found.add(engine.params_sha256())
-    assert len(found) == 1
-    check_alike(found)
-
-
 class Chosen(nn.Module):
     """Six weights, of which the caller names those that are used."""
 
@@ -219,8 +201,9 @@ def test_unused_parameters_are_named_in_one_line(rank, world, stage):
         engine = start(Chosen(), stage=stage, bucket=4, optimizer=SGD)
         for used in ([0], [0, 1], [1]):
             step_on(engine, torch.ones(2, 4), used)
-    said = ["layers.5.weight, layers.4.weight, layers.3.weight and 2 more", "layers.0.weight"]
-    assert [m.split(": ")[1] for m in messages if "no gradient" in m] == [said, []][rank]
+    said = "no gradient in this backward pass, so it counts as zeros (said once): "
+    unused = ["layers.5.weight, layers.4.weight, layers.3.weight and 2 more", "layers.0.weight"]
+    assert [m for m in messages if "no gradient" in m] == [[said + names for names in unused], []][rank]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -268,8 +251,7 @@ class Checkpointed(TinyModel):
         return run(x) if self.reentrant is None else checkpoint(run, x, use_reentrant=self.reentrant)
 
 
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("stage", "plain"), sampled([(1, True), (2, False)], (1, 2), (False, True)))
 @on_ranks()
 def test_activation_checkpointing(rank, world, stage, plain):
     engines = []
@@ -302,66 +284,23 @@ def test_two_backward_passes_before_a_step(rank, world, stage):
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, expected, strict=True))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@on_ranks()
-def test_evaluation_and_zero_grad_in_between(rank, world, stage):
-    """no_grad evaluation between micro-batches changes nothing; zero_grad drops what was accumulated."""
-    hashes = []
-    for disturb in (False, True):
-        engine = start(make_model(), stage=stage, bucket=800, gradient_accumulation_steps=2)
-        if disturb:
-            ids, labels = make_batch(50, 2)
-            engine.backward(engine(ids, labels))
-            engine.discard_gradients()
-        for step in range(3):
-            for ids, labels in my_micro_batches(step, rank, world, 2, 2):
-                step_on(engine, ids, labels)
-                if disturb:
-                    engine.eval()
-                    with torch.no_grad():
-                        assert math.isfinite(engine(*make_batch(99, 3)).item())
-                    engine.train()
-        hashes.append((engine.params_sha256(), engine.last_step, engine.micro_steps, engine.global_steps))
-    calm, disturbed = hashes
-    assert calm == disturbed and calm[2:] == (6, 3)
-
-
 class Breaks(nn.Module):
-    """Raises in its backward pass when told to."""
+    """Raises in its backward pass when told to, before a parameter is reached."""
 
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(LENGTH, LENGTH), nn.Linear(LENGTH, LENGTH)
-        self.broken = ""
+        self.broken = False
 
     def forward(self, x):
-        y = self.b(x)
+        y = self.a(self.b(x))
         if y.requires_grad:
-            y.register_hook(lambda grad: self._maybe("body"))
-        y = self.a(y)
-        if y.requires_grad:
-            y.register_hook(lambda grad: self._maybe("head"))
+            y.register_hook(self._maybe)
         return y.pow(2).mean()
 
-    def _maybe(self, place):
-        if self.broken == place:
+    def _maybe(self, grad):
+        if self.broken:
             raise ValueError("broken on purpose")
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@on_ranks()
-def test_backward_that_raises(rank, world, stage):
-    engine = start(Breaks(), stage=stage, bucket=10, optimizer=SGD)
-    x = torch.ones(2, LENGTH)
-    engine.module.broken = "body"
-    with pytest.raises(ValueError, match="on purpose"):
-        engine.backward(engine(x))
-    with pytest.raises(RuntimeError, match="broke off"):
-        engine(x)
-    engine.discard_gradients()
-    engine.module.broken = ""
-    step_on(engine, x)
-    assert engine.last_step.grad_norm > 0
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -371,7 +310,7 @@ def test_a_backward_pass_that_reached_no_parameter_leaves_nothing(rank, world, p
     """It broke off in the head; the program goes on, with another forward pass or (``again``) with the same graph."""
     scale = {"fp16": {"loss_scale": 8}} if precision == "fp16" else {}
     found = []
-    for broken in ("", "head"):
+    for broken in (False, True):
         torch.manual_seed(0)
         engine = start(Breaks(), stage=1, precision=precision, optimizer=SGD, **scale)
         x = torch.ones(2, LENGTH, dtype=engine.module.a.weight.dtype)
@@ -380,7 +319,7 @@ def test_a_backward_pass_that_reached_no_parameter_leaves_nothing(rank, world, p
         if broken:
             with pytest.raises(ValueError, match="on purpose"):
                 (engine.scale(loss * 3) if scale else loss * 3).backward(retain_graph=True)
-        engine.module.broken = ""
+        engine.module.broken = False
         (loss if again else engine(x)).backward()
         engine.step()
         found.append((engine.last_step.loss, engine.last_step.grad_norm, engine.params_sha256()))
@@ -401,8 +340,7 @@ def test_a_graph_of_before_the_step_raises(rank, world, stage):
                 engine.step()
                 engine.backward(old, retain_graph=True)
                 engine.backward(old, retain_graph=True)
-            engine.backward(engine(*make_batch(1, 2)))
-            engine.step()
+            step_on(engine, *make_batch(1, 2))
             assert engine.was_step_applied()
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 engine.backward(old)

@@ -15,9 +15,7 @@ from tests.distributed.test_stage3_models import Moe, batch
 from tests.distributed.training import (
     SGD,
     WHOLE,
-    built,
     check_alike,
-    config,
     go,
     make_batch,
     make_model,
@@ -112,7 +110,10 @@ def test_zero_grad_keeps_the_count_of_micro_batches(rank, world, stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks()
 def test_discarded_gradients_leave_nothing(rank, world, stage):
-    """``discard_gradients`` in the middle of a step: it begins again with its first micro-batch."""
+    """``discard_gradients`` in the middle of a step: it begins again with its first micro-batch.
+
+    And evaluations between micro-batches change nothing.
+    """
     results = []
     for disturb in (False, True):
         engine = start(
@@ -125,9 +126,15 @@ def test_discarded_gradients_leave_nothing(rank, world, stage):
             assert safe_get_full_grad(engine.module.norm.weight) is None
             with pytest.raises(RuntimeError, match="no backward pass has run"):
                 engine.step()
-        one_step(engine, rank, world)
-        results.append((engine.last_step, engine.micro_steps, engine.params_sha256()))
-    assert results[0] == results[1] and results[0][1] == 3
+        for micro_batch in my_micro_batches(0, rank, world, 2, 3):
+            step_on(engine, *micro_batch)
+            if disturb:
+                engine.eval()
+                with torch.no_grad():
+                    engine(*make_batch(99, 3))
+                engine.train()
+        results.append((engine.last_step, engine.micro_steps, engine.global_steps, engine.params_sha256()))
+    assert results[0] == results[1] and results[0][1:3] == (3, 1)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -157,17 +164,20 @@ class SparseTwice(nn.Module):
         return (self.embed.weight if dense else self.embed(ids)).square().sum()
 
 
-@on_ranks(1)
-def test_sparse_and_dense_gradients_add_up(rank, world):
-    for dense in ([False, False], [False, True], [True, False]):
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks()
+def test_sparse_and_dense_gradients_add_up(rank, world, stage):
+    for dense in ([False], [False, False], [False, True], [True, False]):
         few = {"gradient_accumulation_steps": len(dense), "gradient_clipping": 0}
-        engine = start(SparseTwice(), stage=1, optimizer=SGD, **few)
+        engine = start(SparseTwice(), stage=stage, optimizer=SGD, **few)
         expected = engine.module.embed.weight.detach().clone().requires_grad_()
-        ids = torch.tensor([1, 5, 5])
         for some in dense:
-            step_on(engine, ids, some)
-            (expected if some else expected[ids]).square().sum().backward()
-        assert torch.allclose(engine.module.embed.weight, expected.detach() - 0.1 * expected.grad / len(dense))
+            for ids in (torch.tensor([1, 5, 5]), torch.tensor([5, 2, 7])):
+                (expected if some else expected[ids]).square().sum().backward()
+            step_on(engine, torch.tensor([[1, 5, 5], [5, 2, 7]][rank]), some)
+        mean = expected.grad / len(dense) / world
+        assert torch.allclose(engine.module.embed.weight, expected.detach() - 0.1 * mean)
+        check_alike(engine.params_sha256())
 
 
 class Energy(nn.Module):
@@ -181,9 +191,7 @@ class Energy(nn.Module):
         return self.second(torch.tanh(self.first(x))).mean()
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(0, "fp32"), (1, "fp16"), (2, "fp32"), (2, "fp16"), (3, "fp32"), (3, "fp16")]
-)
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp16"), (2, "fp16"), (3, "fp32"), (3, "fp16")])
 @on_ranks()
 def test_autograd_grad_is_no_backward_pass(rank, world, stage, precision):
     """Derivatives by the input, by a parameter, in training and in evaluation: no backward pass of training's."""
@@ -256,8 +264,7 @@ def test_leaf_modules_that_share_a_bucket(rank, world):
     zero.set_z3_leaf_modules(model, ["Experts"])
     engine = start(model, stage=3, bucket=10**6, zero=WHOLE)
     engine.ledger.trace = True
-    engine.backward(engine(batch(0, rank), (torch.arange(6) + rank) % 3))
-    engine.step()
+    step_on(engine, batch(0, rank), (torch.arange(6) + rank) % 3)
     assert [(e.what, e.kind) for e in engine.ledger.events].count(("launch", "gradients.reduce_scatter")) == 1
 
 
@@ -271,9 +278,9 @@ class Breaks(torch.autograd.Function):
         raise ArithmeticError("here")
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "by_engine"), [(0, False), (1, True), (2, False), (2, True), (3, False)])
 @on_ranks(1)
-def test_half_a_pass_is_not_forgotten_by_the_next_one(rank, world, stage):
+def test_half_a_pass_is_not_forgotten_by_the_next_one(rank, world, stage, by_engine):
     """Two forward passes come first; the first one's backward pass breaks off behind the last layer's gradients."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Identity(), nn.Linear(3, 3))
     engine = start(model, stage=stage, zero=WHOLE if stage == 3 else {})
@@ -282,13 +289,16 @@ def test_half_a_pass_is_not_forgotten_by_the_next_one(rank, world, stage):
     handle.remove()
     second = engine(torch.ones(1, 3)).sum()
     with pytest.raises(ArithmeticError):
-        first.backward()
-    second.backward()
-    with pytest.raises(RuntimeError, match=r"backward pass broke off .* call engine.discard_gradients"):
-        engine.step()
+        engine.backward(first) if by_engine else first.backward()
+    if not by_engine:
+        second.backward()
+    for refused in (engine.step, lambda: engine(torch.ones(1, 3))):
+        with pytest.raises(RuntimeError, match=r"backward pass broke off .* call engine.discard_gradients"):
+            refused()
     engine.discard_gradients()
     engine.backward(engine(torch.ones(1, 3)).sum())
     engine.step()
+    assert engine.last_step.grad_norm > 0
 
 
 class TwoWays(nn.Module):
@@ -387,18 +397,6 @@ def test_one_rank_rounds_nothing_for_the_way(rank, world):
         engine = start(make_model(), stage=2, gradient_accumulation_steps=2, **wire)
         found.add((one_step(engine, rank, world).grad_norm, engine.params_sha256()))
     assert len(found) == 1
-
-
-@on_ranks(1)
-def test_what_cannot_be_scaled_or_left_unsynchronized(rank, world):
-    engine = built(config(stage=3))
-    x = torch.ones(3, requires_grad=True)
-    with pytest.raises(ValueError, match=r"engine.scale needs a scalar loss that requires grad, got shape \(3,\)"):
-        engine.scale(x * 2)
-    with pytest.raises(ValueError, match="requires_grad=False"):
-        engine.scale(torch.ones(()))
-    with pytest.raises(RuntimeError, match=r"zero.stage=3, which is there to avoid"), engine.no_sync():
-        pass
 
 
 class OneGradient(nn.Module):

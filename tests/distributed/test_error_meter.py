@@ -107,7 +107,7 @@ def test_without_a_meter(ranks):
 
 
 def test_the_meter_changes_no_bit(ranks):
-    with_it, without = (ranks.run(run, settings(meter_every=every), 0.0, 4, world_size=4) for every in (1, 0))
+    with_it, without = (ranks.run(run, settings(meter_every=every), 0.0, 2, world_size=4) for every in (1, 0))
     assert [result[3] for result in with_it] == [result[3] for result in without]
 
 

@@ -24,7 +24,7 @@ from deepzero.checkpoint.reader import read_header
 from deepzero.compat.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.distributed.checkpoints import said
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import TinyModel, config, go, make_model, one_step, start
+from tests.distributed.training import TinyModel, config, go, make_model, one_step, start, step_on
 from tools.export import main
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -70,12 +70,12 @@ class Wide(nn.Module):
 class Wrapper(nn.Module):
     """What puts a prefix before every name."""
 
-    def __init__(self):
+    def __init__(self, make=make_model):
         super().__init__()
-        self.model = make_model()
+        self.model = make()
 
-    def forward(self, ids, labels):
-        return self.model(ids, labels)
+    def forward(self, *batch):
+        return self.model(*batch)
 
 
 def state_and_masters(engine):
@@ -372,8 +372,7 @@ def train_hf(rank, world, folder, kind):
     engine, *_ = deepzero.initialize(model=Wrapped(kind), config=config(stage=3, precision="bf16"))
     for step in range(2):
         ids = torch.randint(0, 101, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
-        engine.backward(engine(ids))
-        engine.step()
+        step_on(engine, ids)
     engine.save_checkpoint(folder)
     if rank == 0:
         engine.module.model.config.save_pretrained(folder / "hf")

@@ -22,7 +22,7 @@ from tests.distributed.pool import on_ranks, sampled
 from tests.distributed.training import Wide, built, check_same_bits, go
 
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
-STEPS, BUCKET = 4, 12_000
+STEPS, BUCKET = 3, 12_000
 PIPELINED = {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
 
 
@@ -37,16 +37,16 @@ def settings(stage, folder, param=None, ratio=1.0, optimizer=True, pipeline=PIPE
     return case
 
 
-def check_cases(ranks, cases, steps=STEPS, world=2):
+def check_cases(ranks, cases, world):
     """The first case's bits in all; counted is predicted."""
-    (losses, *_), reports = check_same_bits(ranks, [(case, "wide") for case in cases], steps, world)
+    (losses, *_), reports = check_same_bits(ranks, [(case, "wide") for case in cases], STEPS, world)
     assert len(set(losses)) > 1
     for number, report in enumerate(reports):
         in_memory.check_account(report, number)
     return reports
 
 
-FP16 = {"precision": "fp16", "fp16": {"initial_scale_power": 18, "hysteresis": 1}}
+FP16 = {"precision": "fp16", "fp16": {"initial_scale_power": 16, "hysteresis": 1}}  # the first step overflows
 MORE = {
     "bf16": {"precision": "bf16"},
     "fp32": {"precision": "fp32"},
@@ -64,7 +64,6 @@ OFTEN = [(2, 2, "bf16"), (3, 2, "fp16"), (1, 2, "three micro-batches")]
 def test_same_bits_and_counted_bytes(ranks, tmp_path, stage, world, name):
     """Of the CPU's tier; with chaos, with a part of the states, one bucket at a time, and with parameters in files."""
     more = {"bucket": BUCKET, **MORE[name]}
-    steps = 8 if "fp16" in more else STEPS
     cases = [in_memory.settings(stage, 1.0, **more)]
     cases += [settings(stage, tmp_path, chaos=seed, **more) for seed in (None, 3)]
     cases += [settings(stage, tmp_path, ratio=0.5, pipeline={}, chaos=4, **more)]
@@ -76,7 +75,7 @@ def test_same_bits_and_counted_bytes(ranks, tmp_path, stage, world, name):
         cases += [settings(3, tmp_path, {}, chaos=seed, **more) for seed in (None, 5)]
         cases += [settings(3, tmp_path, {"buffer_count": 1}, ratio=0.5, chaos=6, **more)]
         cases += [settings(3, tmp_path, {"buffer_count": 2}, optimizer=False, chaos=7, **more)]
-    reports = check_cases(ranks, cases, steps, world)
+    reports = check_cases(ranks, cases, world)
     held = reports[1]["memory"]
     assert held["host_buffers"]["measured"] > 0 and held["file_moments"]["measured"] > 0
     assert not any(held.get(f"host_{states}", {"measured": 0})["measured"] for states in ("masters", "moments"))

@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -28,6 +27,7 @@ from deepzero.data.loader import batches_on
 from deepzero.device import Accelerator, accelerator_of
 from deepzero.offload.activations import HostActivations
 from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats
+from deepzero.offload.pinned_arena import ALIGN_BYTES
 from deepzero.runtime import grad_norm
 from deepzero.runtime.home_stream import HomeStream
 from deepzero.utils import (
@@ -200,16 +200,26 @@ def test_poisoning_a_host_buffer_is_no_race():
     assert activations(chaos=True) > 0
 
 
-def test_a_snapshot_without_page_locking(tmp_path, caplog):
-    with null_gpu(mirrors=1, locks=False):
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_snapshot_locks_no_more_than_it_needs(locks, caplog):
+    """The bytes of the shard, in memory that is used again, one piece at a time; or none, where the system refuses."""
+    needed = []
+    with null_gpu(mirrors=1, locks=locks) as machine:
         saver = Saver(GPU, 1.0)
-        for numel in (10, 100):
-            values = torch.arange(numel, dtype=torch.float32).to(GPU)
-            copied, ready = saver._snapshot(plan_shard([Entry("master", "w", 0, values)], {}))
+        for numel in (700, 300, 1100):
+            values = torch.arange(numel, dtype=torch.float32)
+            plan = plan_shard([Entry("master", "w", 0, values.to(GPU))], {})
+            copied, ready = saver._snapshot(plan)
             ready()
-            assert bytes(copied.image.numpy()).endswith(bytes(memoryview(np.arange(numel, dtype=np.float32))))
+            assert bytes(copied.image.numpy()) == plan.header + values.numpy().tobytes()
+            needed.append(plan.bytes)
+            sizes = list(machine.locked.values())
+            assert len(sizes) == locks and all(max(needed) <= size < max(needed) + ALIGN_BYTES for size in sizes)
+            assert [tensor.nbytes for tensor in saver.held()] == [max(needed)]
         saver.close()
-    assert [line.message.split(":")[0] for line in caplog.records] == ["the system refuses to lock pages"]
+        assert machine.locked == {} and saver.held() == []
+    said = [line.message.split(":")[0] for line in caplog.records]
+    assert said == ([] if locks else ["the system refuses to lock pages"])
 
 
 def test_activations_without_page_locking(caplog):

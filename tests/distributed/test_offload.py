@@ -38,7 +38,7 @@ from tests.distributed.training import (
     my_micro_batches,
 )
 
-STEPS = 4
+STEPS = 3
 CPU_ADAM = {"type": "CPUAdam", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 PSI = sum(p.numel() for p in make_model().parameters())
 
@@ -92,26 +92,24 @@ def check_account(report, label, elsewhere=("gathered", "activations")):
 
 
 @pytest.mark.parametrize(
-    ("stage", "world", "accumulation"), sampled([(2, 2, 3)], (1, 2, 3), (2, 4), (1, 3), slow=[(3, 2, 1), (1, 2, 1)])
+    ("stage", "world", "accumulation"),
+    sampled([(2, 2, 3), (3, 1, 1)], (1, 2, 3), (1, 2, 4), (1, 3), slow=[(3, 2, 1), (1, 2, 1)]),
 )
 def test_same_bits(ranks, stage, world, accumulation):
-    """Ratios, accumulation, chaos; the same Adam kernel with and without offload."""
+    """Ratios, accumulation, chaos; the same Adam kernel with and without offload.
+
+    On one rank nothing is gathered that copies could hide behind. Of one large bucket several reductions are under
+    way, and each goes on with the sum that the one before leaves.
+    """
     more = {"precision": "bf16", "gradient_accumulation_steps": accumulation}
     cases = [settings(stage, **more)]
     cases += [settings(stage, ratio, **more) for ratio in (0.0, 0.5)]
     cases += [settings(stage, 1.0, chaos=seed, **more) for seed in (None, 3)]
-    cases += [settings(stage, 0.5, chaos=4, **more)]
+    cases += [settings(stage, 0.5, chaos=4, **more), settings(stage, 1.0, chaos=3, bucket=10**6, **more)]
     if stage == 3:
         cases += [settings(3, 1.0, param=True, chaos=seed, **more) for seed in (None, 5)]
         cases += [settings(3, 0.5, param={"max_in_cpu": 900}, chaos=6, **more)]
     check_same(ranks, cases, world)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_same_bits_with_one_bucket(ranks, stage):
-    """Several reductions of one bucket are under way: each goes on with the sum that the one before leaves."""
-    more = {"precision": "bf16", "bucket": 10**6, "gradient_accumulation_steps": 5}
-    check_same(ranks, [settings(stage, **more), *(settings(stage, 1.0, chaos=seed, **more) for seed in (None, 3))], 2)
 
 
 @pytest.mark.slow
@@ -125,12 +123,12 @@ def test_same_bits_on_four_ranks(ranks):
 @pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 3))])
 def test_same_bits_in_fp32_and_fp16(ranks, stage):
     """fp32 parameters are their own masters where both are on one side; fp16 has a loss scale and overflows."""
-    for more in ({"precision": "fp32"}, {"precision": "fp16", "fp16": {"initial_scale_power": 18, "hysteresis": 1}}):
+    for more in ({"precision": "fp32"}, {"precision": "fp16", "fp16": {"initial_scale_power": 16, "hysteresis": 1}}):
         cases = [settings(stage, **more)] + [settings(stage, ratio, chaos=7, **more) for ratio in (0.5, 1.0)]
         if stage == 3:
             cases += [settings(3, ratio, param={"max_in_cpu": 900}, chaos=8, **more) for ratio in (0.5, 1.0)]
             cases += [settings(3, 1.0, param=True, chaos=9, **more)]
-        for number, report in enumerate(check_same_bits(ranks, cases, 8)[1]):
+        for number, report in enumerate(check_same_bits(ranks, cases, STEPS)[1]):
             check_account(report, (more["precision"], number))
 
 
@@ -228,18 +226,18 @@ ALL_PAIRS = (*PAIRS, ("plain", "memory"), ("files", "files"))
 def test_checkpoints_with_and_without(rank, world, stage, pairs, tmp_path):
     """Saved by one tier and loaded by another: the bits of a run that did not stop."""
     straight = built(tier("plain", stage, tmp_path, precision="bf16"))
-    wanted = go(straight, rank, world, 0, 6)
+    wanted = go(straight, rank, world, 0, 4)
     for number, names in enumerate(pairs):
         one, other = (tier(name, stage, tmp_path, {"plain": None}.get(name, 4), precision="bf16") for name in names)
         first = built(one)
-        begun = go(first, rank, world, 0, 3)
+        begun = go(first, rank, world, 0, 2)
         first.save_checkpoint(tmp_path / str(number), asynchronous=names[0] == "files")
-        go(first, rank, world, 3, 4)  # a save in the background, while a step goes on
+        go(first, rank, world, 2, 3)  # a save in the background, while a step goes on
         first.destroy()
         second = built(other)
         go(second, rank, world, 3, 4)  # what is loaded replaces something else
         second.load_checkpoint(tmp_path / str(number))
-        went_on = go(second, rank, world, 3, 6)
+        went_on = go(second, rank, world, 2, 4)
         assert begun + went_on == wanted and second.params_sha256() == straight.params_sha256(), names
         second.destroy()
 
@@ -338,7 +336,7 @@ def adapted(rank, world, case, init):
     for param in model.parameters():
         param.requires_grad = param.dim() == 1
     engine = built(case, model)
-    losses = go(engine, rank, world, 0, 4)
+    losses = go(engine, rank, world, 0, 3)
     memory = engine.report()["memory"]
     sha = engine.params_sha256()
     engine.destroy()
@@ -359,16 +357,6 @@ def test_frozen_weights(ranks, world, tmp_path):
         assert tuple(bits) == plain[:2]
         assert memory[f"{place}_parameters"]["measured"] >= 2 * frozen / world
         assert (memory["masters"]["measured"] > 0) == (case is cases[-1][1])
-
-
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 2))])
-def test_one_rank(ranks, stage):
-    """Nothing is gathered that copies could hide behind."""
-    more = {"precision": "bf16"}
-    cases = [settings(stage, **more)] + [settings(stage, 1.0, chaos=seed, **more) for seed in (None, 1)]
-    if stage == 3:
-        cases += [settings(3, 1.0, param=True, chaos=seed, **more) for seed in (None, 4)]
-    check_same_bits(ranks, cases, STEPS, 1)
 
 
 @pytest.mark.parametrize("offload", [{"delayed_update": True}, {"device": "nvme", "nvme_path": "."}], ids=str)

@@ -21,7 +21,7 @@ OVERLAP = {"overlap_param_gather": True}
 ON_HOST = {"offload_optimizer": {"device": "cpu"}}
 HALF = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
 LATE = {"offload_optimizer": {"device": "cpu", "delayed_update": True, "delay_after_steps": 1}}
-FP16 = {"fp16": {"initial_scale_power": 18, "hysteresis": 1}}  # its first steps overflow
+FP16 = {"fp16": {"initial_scale_power": 16, "hysteresis": 1}}  # its first step overflows
 
 
 def twins(precision, stage, zero, **fixed):
@@ -36,7 +36,7 @@ def twins(precision, stage, zero, **fixed):
 RUNS = [itertools.product((2, 3, 4), ("bf16", "fp32", "fp16"), stages, (1, 3), ({}, ON_HOST, HALF, LATE))
         for stages in ((1, 2), (3,))]  # fmt: skip
 MATRIX = list(itertools.chain(*RUNS))
-SAMPLE = {0, 28, 41, 70, 107, 167, 172}
+SAMPLE = {0, 41, 70, 107, 167}
 """Of the ranks, precisions, stages, micro-batches and places each one; the others are exhaustive."""
 
 
@@ -156,7 +156,7 @@ def alike(a, b):
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.exhaustive)])
 @on_ranks()
 def test_every_reader_gets_new_values(rank, world, precision):
-    more = {"precision": precision, "bucket": 700, "chaos": 3}
+    more = {"precision": precision, "bucket": 2000, "chaos": 3}
     plain, engine = (start(model_with_everything(), stage=2, zero=zero, **more) for zero in ({}, OVERLAP))
     wrong = []
     for step, (name, read) in enumerate(READERS.items()):
@@ -317,7 +317,7 @@ PLACES = {"device": {}, "host": ON_HOST}
 @on_ranks()
 def test_what_is_fetched_under_the_step_holds_what_the_program_leaves(rank, world, precision, place):
     where = PLACES[place]
-    more = {"precision": precision, "bucket": 700, "chaos": 3}
+    more = {"precision": precision, "bucket": 1500, "chaos": 3}
     plain, engine = (start(make_model(), stage=3, zero={**WHOLE, **where, **zero}, **more) for zero in ({}, OVERLAP))
     for each in (plain, engine):
         one_step(each, rank, world)

@@ -84,15 +84,15 @@ def test_one_rank_sends_nothing_and_loses_nothing(ranks):
 @on_ranks(4)
 def test_fp16_overflow_skips_the_step(rank, world, stage):
     """The first loss scales overflow fp16: skipped on all ranks, until one does not."""
-    settings = settings_of(stage, feedback=True, precision="fp16", fp16={"initial_scale_power": 20, "hysteresis": 1})
+    settings = settings_of(stage, feedback=True, precision="fp16", fp16={"initial_scale_power": 17, "hysteresis": 1})
     engine = made(settings)
     before, skipped, kept = engine.params_sha256(), [], []
-    for step in range(10):
+    for step in range(6):
         record = one_step(engine, rank, world, step)
         if not skipped:
             kept = [engine.params_sha256() == before, not any(t.any() for t in engine.zero.bucket_reducer.kept())]
         skipped.append(record.skipped)
-    assert skipped[0] and not skipped[-1] and all(kept)
+    assert skipped[0] and not all(skipped) and all(kept)
     assert all(t.isfinite().all() for t in engine.zero.bucket_reducer.kept())
     check_alike(skipped)
 

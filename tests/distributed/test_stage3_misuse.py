@@ -21,7 +21,7 @@ from deepzero.runtime.zero.partition_parameters import ZeroParameter
 from deepzero.zero import GatheredParameters, PartitionedUseError
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_stage3_models import Base, Moe, batch, make
-from tests.distributed.training import WHOLE, config, same_in_stages_2_and_3, start
+from tests.distributed.training import WHOLE, config, same_in_stages_2_and_3, start, step_on
 
 
 def engine_of(frozen=False, **changes):
@@ -32,8 +32,7 @@ def engine_of(frozen=False, **changes):
 
 
 def step(engine, rank, number=0):
-    engine.backward(engine(engine.zero.dtypes.cast(batch(number, rank))))
-    engine.step()
+    step_on(engine, engine.zero.dtypes.cast(batch(number, rank)))
     return engine.last_step.loss, engine.last_step.grad_norm
 
 
@@ -151,10 +150,8 @@ def load_on_the_way(rank, world):
     engine = engine_of(bucket=700, gradient_accumulation_steps=2)
     for number in range(2):
         for _ in range(2):
-            engine.backward(engine(batch(number, rank)))
-            engine.step()
-    engine.backward(engine(batch(2, rank)))
-    engine.step()
+            step_on(engine, batch(number, rank))
+    step_on(engine, batch(2, rank))
     state = {name: torch.full_like(value, 0.125) for name, value in engine.module_state_dict().items()}
     engine.load_module_state_dict(state)
     with GatheredParameters(engine.module.parameters()):
@@ -387,8 +384,7 @@ def test_everything_in_a_leaf(rank, world):
         return model
 
     def micro_batch(engine, number):
-        engine.backward(engine(batch(number, rank).bfloat16()))
-        engine.step()
+        step_on(engine, batch(number, rank).bfloat16())
         assert engine.config.zero.stage == 2 or not any(p.grad is not None for p in engine.module.parameters())
 
     same_in_stages_2_and_3(leaf, micro_batch, 6, precision="bf16", bucket=None, gradient_accumulation_steps=3)

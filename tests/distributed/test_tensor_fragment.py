@@ -1,6 +1,5 @@
 """``deepzero.utils.safe_*``: a parameter's master, gradient and optimizer state, read and written in every stage."""
 
-import functools
 import itertools
 
 import pytest
@@ -13,22 +12,17 @@ from deepzero.runtime.zero import guards
 from deepzero.runtime.zero.guards import fragments_of
 from deepzero.zero import GatheredParameters
 from tests.distributed.pool import on_ranks, sampled
-from tests.distributed.training import WHOLE, built, config, make_batch, make_model, my_micro_batches, one_step, start
+from tests.distributed.training import WHOLE, make_batch, make_model, my_micro_batches, one_step, start
 
 STAGES = (0, 1, 2, 3)
-ADAMW = dict(lr=1e-2, weight_decay=0.1, fused=True)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build(stage, precision, persist=0, zero=None, **changes):
     """Small buckets; stage 3 with everything partitioned, unless ``persist`` is larger."""
-    model = make_model()
     zero = {**(zero or {}), **({"stage3_param_persistence_threshold": persist} if stage == 3 else {})}
-    settings = config(stage=stage, precision=precision, bucket=1500, zero=zero, **changes)
-    del settings["optimizer"]
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    return deepzero.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    return start(make_model(), stage=stage, precision=precision, bucket=1500, zero=zero, **changes)
 
 
 def backward(engine, rank, world, step=0, before_last=None):
@@ -42,95 +36,8 @@ def backward(engine, rank, world, step=0, before_last=None):
             engine.step()
 
 
-class Reference:
-    """A plain loop over fp32 masters that takes every rank's micro-batches itself, and adds as the ranks do."""
-
-    def __init__(self, world, precision, per_pass, accumulation):
-        self.world, self.per_pass, self.accumulation = world, per_pass, accumulation
-        self.dtype = DTYPES[precision]
-        self.masters = dict(make_model().named_parameters())
-        self.optimizer = torch.optim.AdamW(self.masters.values(), **ADAMW)
-        self.model = make_model().to(self.dtype)
-
-    def gradients(self, rank, step):
-        """One rank's, by micro-batch."""
-        found = []
-        for ids, labels in my_micro_batches(step, rank, self.world, 2, self.accumulation):
-            self.model.zero_grad()
-            self.model(ids, labels).backward()
-            found.append({name: p.grad for name, p in self.model.named_parameters()})
-        return found
-
-    def backward(self, step):
-        with torch.no_grad():
-            for name, param in self.model.named_parameters():
-                param.copy_(self.masters[name])
-        everyone = [self.gradients(rank, step) for rank in range(self.world)]
-        for name, master in self.masters.items():
-            grads = [[one[name].float() for one in mine] for mine in everyone]
-            if self.per_pass:
-                total = functools.reduce(
-                    torch.add, [grad for one_pass in zip(*grads, strict=True) for grad in one_pass]
-                )
-            else:
-                local = [functools.reduce(torch.add, mine).to(self.dtype).float() for mine in grads]
-                total = functools.reduce(torch.add, local)
-            master.grad = total / torch.tensor(float(self.world * self.accumulation))
-
-    def state(self, name, key):
-        return self.optimizer.state[self.masters[name]][key]
-
-
-def check_masters(engine, reference):
-    for name, param in engine.module.named_parameters():
-        assert torch.equal(utils.safe_get_full_fp32_param(param), reference.masters[name]), name
-        for key in MOMENTS:
-            assert torch.equal(utils.safe_get_full_optimizer_state(param, key), reference.state(name, key)), (name, key)
-
-
-def check_gradients(engine, reference):
-    for name, param in engine.module.named_parameters():
-        grad = utils.safe_get_full_grad(param)
-        assert grad.dtype == torch.float32 and grad.shape == param.shape
-        assert torch.equal(grad, reference.masters[name].grad), name
-
-
 BY_HAND = pytest.mark.exhaustive
 TWO_STAGES = [1, 3, *(pytest.param(stage, marks=BY_HAND) for stage in (0, 2))]
-
-
-def plain_loops():
-    """Ranks, stage, precision and settings: some of each often, all by hand."""
-    for stage, (world, precision) in itertools.product(STAGES, itertools.product((2, 3), ("fp32", "bf16"))):
-        often = (stage, world, precision) in ((1, 2, "bf16"), (3, 3, "fp32"))
-        yield pytest.param(world, stage, precision, {}, marks=[] if often else BY_HAND)
-    for stage, precision in itertools.product(STAGES, ("fp32", "bf16")):
-        passes = {"gradient_accumulation_steps": 2, "overlap": True}
-        yield pytest.param(2, stage, precision, passes, marks=[] if stage >= 2 and precision == "bf16" else BY_HAND)
-    yield from ((2, 3, "bf16", {"persist": 100}), pytest.param(1, 1, "bf16", {}, marks=BY_HAND), (1, 3, "bf16", {}))
-
-
-@pytest.mark.parametrize(("world", "stage", "precision", "changes"), list(plain_loops()))
-@on_ranks(None)
-def test_a_plain_loop_has_the_same(rank, world, stage, precision, changes):
-    accumulation = changes.get("gradient_accumulation_steps", 1)
-    reference = Reference(world, precision, stage >= 2, accumulation)
-    engine = build(stage, precision, gradient_clipping=0, **changes)
-    untouched = build(stage, precision, gradient_clipping=0, **changes)
-    first = next(iter(engine.module.parameters()))
-    assert utils.safe_get_full_grad(first) is None and utils.safe_get_local_grad(first) is None
-    for step in range(3):
-        backward(untouched, rank, world, step)
-        untouched.step()
-        backward(engine, rank, world, step, before_last=lambda: utils.safe_get_full_grad(first))
-        reference.backward(step)
-        check_gradients(engine, reference)
-        check_gradients(engine, reference)  # looking changes nothing
-        engine.step()
-        reference.optimizer.step()
-        assert utils.safe_get_full_grad(first) is None
-        check_masters(engine, reference)
-        assert engine.params_sha256() == untouched.params_sha256()
 
 
 def values_for(engine, seed, scale=1.0):
@@ -200,25 +107,25 @@ def same(a, b):
     return tensors and a[2:] == b[2:]
 
 
-@BY_HAND
-@pytest.mark.parametrize(("precision", "world"), [("bf16", 2), ("bf16", 3), ("fp32", 2), ("fp32", 3)])
-def test_what_was_set_is_used_in_every_stage(ranks, precision, world):
+SOME = [
+    *((stage, local, {"persist": 100} if stage == 3 else {"zero": {"reduce_scatter": False}})
+      for stage in (1, 3) for local in (False, True)),
+    (1, True, {}), (3, True, {}),
+]  # fmt: skip
+ALL = list(itertools.product(STAGES, (False, True), ({}, {"overlap": True, "chaos": 3})))
+
+
+@pytest.mark.parametrize(("precision", "world", "cases"), [
+    ("bf16", 2, SOME),
+    *(pytest.param(*case, ALL, marks=BY_HAND) for case in itertools.product(("bf16", "fp32"), (2, 3))),
+])  # fmt: skip
+def test_what_was_set_is_used_in_every_stage(ranks, precision, world, cases):
+    """Whole or this rank's fragment; also of whole sums, and of persistent parameters."""
     reference = ranks.run(set_and_step, 0, precision, False, {}, world_size=world)[0]
     assert reference[2] > 0.5 == pytest.approx(reference[3], rel=1e-4)  # clipped, by the norm of what was set
-    for stage in STAGES:
-        for local in (False, True):
-            for changes in ({}, {"overlap": True, "chaos": 3}):
-                for result in ranks.run(set_and_step, stage, precision, local, changes, world_size=world):
-                    assert same(result, reference), (stage, local, changes)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_whole_sums_and_persistent_parameters(ranks, stage):
-    reference = ranks.run(set_and_step, 0, "bf16", False, {}, world_size=2)[0]
-    changes = {"persist": 100} if stage == 3 else {"zero": {"reduce_scatter": False}}
-    for local, given in ((False, changes), (True, changes), (True, {})):
-        for result in ranks.run(set_and_step, stage, "bf16", local, given, world_size=2):
-            assert same(result, reference)
+    for stage, local, changes in cases:
+        for result in ranks.run(set_and_step, stage, precision, local, changes, world_size=world):
+            assert same(result, reference), (stage, local, changes)
 
 
 def fragments(rank, world, stage):
@@ -246,29 +153,37 @@ def test_local_fragments_make_the_whole(ranks, stage):
             assert all(torch.equal(result[name][number][0], full) for result in results)
 
 
-@pytest.mark.parametrize(("precision", "reduce"), sampled(
-    [("fp32", "exact"), ("bf16", "native"), ("fp16", "exact")], ("fp32", "bf16", "fp16"), ("exact", "native")
+@pytest.mark.parametrize(("world", "precision", "reduce"), sampled(
+    [(2, "fp32", "exact"), (3, "bf16", "native"), (2, "fp16", "exact")],
+    (1, 2, 3), ("fp32", "bf16", "fp16"), ("exact", "native"),
 ))  # fmt: skip
-@on_ranks()
+@on_ranks(None)
 def test_what_is_found_is_what_the_step_uses(rank, world, reduce, precision):
-    """Between the last backward pass and the step: what is found is what a step with SGD then uses."""
-    outcomes = []
+    """Between the last backward pass and the step: what is found is what a step with SGD then uses.
+
+    What plain torch has: ``test_plain_torch.py:test_one_rank_is_the_plain_loop``.
+    """
     for stage in STAGES:
         zero = WHOLE if stage == 3 else {}
-        settings = config(stage=stage, bucket=1500, precision=precision, reduce=reduce, zero=zero, gradient_clipping=0)
-        settings["optimizer"] = {"type": "SGD", "params": {"lr": 1.0}}
-        if precision == "fp16":
-            settings["fp16"] = {"enabled": True, "initial_scale_power": 10}
-        engine = built(settings)
+        more = {"fp16": {"initial_scale_power": 10}} if precision == "fp16" else {}
+        engine = start(
+            make_model(), stage=stage, bucket=1500, precision=precision, reduce=reduce, zero=zero, gradient_clipping=0,
+            gradient_accumulation_steps=2, overlap=True, optimizer={"type": "SGD", "params": {"lr": 1.0}}, **more,
+        )  # fmt: skip
         params = list(engine.module.parameters())
+        assert utils.safe_get_full_grad(params[0]) is utils.safe_get_local_grad(params[0]) is None
         before = [utils.safe_get_full_fp32_param(param) for param in params]
-        backward(engine, rank, world)
-        grads = [utils.safe_get_full_grad(param) for param in params]
+        backward(engine, rank, world, before_last=lambda some=params[0]: utils.safe_get_full_grad(some))
+        grads, again = ([utils.safe_get_full_grad(param) for param in params] for _ in range(2))
+        assert all(map(torch.equal, grads, again)), "looking changes nothing"
+        assert all(g.dtype == torch.float32 and g.shape == b.shape for g, b in zip(grads, before, strict=True))
         engine.step()
-        assert engine.was_step_applied()
+        assert engine.was_step_applied() and utils.safe_get_full_grad(params[0]) is None
         after = [utils.safe_get_full_fp32_param(param) for param in params]
-        outcomes.append(all(torch.equal(b - g, a) for b, g, a in zip(before, grads, after, strict=True)))
-    assert outcomes == [True] * 4
+        assert all(torch.equal(b - g, a) for b, g, a in zip(before, grads, after, strict=True))
+        assert all(
+            torch.equal(a.to(DTYPES[precision]), whole) for a, whole in zip(after, whole_of(engine), strict=True)
+        )
 
 
 class HalfFrozen(nn.Module):

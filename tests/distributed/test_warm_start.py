@@ -4,15 +4,15 @@ import json
 import re
 import shutil
 import struct
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 import deepzero
 from tests.distributed.checkpoints import said
 from tests.distributed.pool import on_ranks
-from tests.distributed.test_export import Buffered, buffered, same, state_and_masters
+from tests.distributed.test_export import Buffered, Wrapper, buffered, same, state_and_masters
 from tests.distributed.training import config, make_model, one_step, start
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -43,17 +43,6 @@ def write(folder, tensors, parts=1):
         safetensors_torch.save_file({n: t for n, t in tensors.items() if where[n] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     return folder
-
-
-class Wrapped(nn.Module):
-    """Puts a prefix before every name."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = buffered()
-
-    def forward(self, ids, labels):
-        return self.model(ids, labels)
 
 
 def loaded(rank, world, path, stage, precision, kind, strict):
@@ -106,7 +95,7 @@ def test_one_name_of_a_tied_weight_and_no_buffers(ranks, tmp_path, name):
 @pytest.mark.slow
 def test_a_prefix_on_one_side(ranks, tmp_path):
     values = source()
-    state, _ = load(ranks, write(tmp_path / "without", values), kind=Wrapped)
+    state, _ = load(ranks, write(tmp_path / "without", values), kind=partial(Wrapper, buffered))
     assert all(same(state[f"model.{name}"], value) for name, value in values.items())
     state, _ = load(ranks, write(tmp_path / "with", {f"model.{name}": value for name, value in values.items()}))
     assert all(same(state[name], value) for name, value in values.items())

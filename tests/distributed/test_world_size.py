@@ -28,10 +28,10 @@ class Dropping(TinyModel):
 
 
 def settings(stage, precision, world, micro_batches=6, **changes):
-    """So many micro-batches of one sequence, over all ranks; fp16 begins with a scale that overflows."""
+    """So many micro-batches of one sequence, over all ranks; fp16 has no overflow of its own for some steps."""
     zero = {**(WHOLE if stage == 3 else {}), **changes.pop("zero", {})}
     comm = {"reduce": "exact", "world_size_invariant": True, **changes.pop("comm", {})}
-    fp16 = {"fp16": {"initial_scale_power": 30, "hysteresis": 1, "loss_scale_window": 5}} if precision == "fp16" else {}
+    fp16 = {"fp16": {"initial_scale_power": 10, "hysteresis": 1, "loss_scale_window": 5}} if precision == "fp16" else {}
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches // world}
     made = config(stage=stage, precision=precision, bucket=1500, zero=zero, **fp16, **sizes, **changes)
     return {**made, "comm": comm}
@@ -43,14 +43,14 @@ def start(*given, **changes):
 
 
 def go(engine, first, last):
-    """The steps ``first`` to ``last`` - 1; what each has said. One micro-batch of step 2 overflows in fp16."""
+    """The steps ``first`` to ``last`` - 1; what each has said. One micro-batch of step 1 overflows in fp16."""
     said = []
     rank, world, count = engine.global_rank, engine.world_size, engine.gradient_accumulation_steps()
     for step in range(first, last):
         for k, (ids, labels) in enumerate(my_micro_batches(step, rank, world, 1, count)):
             engine.seed_micro_batch(SEED)
             loss = engine(ids, labels)
-            overflow = step == 2 and k * world + rank == 4 and engine.config.precision.dtype == "fp16"
+            overflow = step == 1 and k * world + rank == 4 and engine.config.precision.dtype == "fp16"
             engine.backward(loss * math.inf if overflow else loss)
             engine.step()
         said.append(engine.last_step)
@@ -80,7 +80,7 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 @pytest.mark.parametrize(
     ("cases", "worlds", "steps"),
     [
-        pytest.param(SAMPLE, (1, 2, 3), 3, id="sample"),
+        pytest.param(SAMPLE, (1, 2, 3), 2, id="sample"),
         pytest.param(WHOLE_MATRIX, (1, 2, 3, 4, 6), 100, id="whole", marks=BY_HAND),
         pytest.param(
             [(stage, "bf16", {"zero": OFFLOAD, "overlap": stage != 2}) for stage in (1, 2, 3)], (1, 2, 3), 3,

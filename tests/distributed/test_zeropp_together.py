@@ -10,7 +10,7 @@ from torch import nn
 from deepzero.comm.ledger import SECONDARY
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD, TO_REPLICAS
 from tests.distributed.pool import on_ranks, sampled
-from tests.distributed.training import WHOLE, as_predicted, built, config, my_micro_batches, one_step
+from tests.distributed.training import WHOLE, as_predicted, built, check_same_bits, config, train_each
 
 ALL = {
     "stage3_param_persistence_threshold": 0, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
@@ -25,28 +25,12 @@ def settings(zero, per_node=2, **changes):
     return config(stage=3, zero=zero, comm=comm, **{"precision": "bf16", "bucket": 1500, **changes})
 
 
-def course(rank, world, given, folder=None, steps=5):
-    """Losses, an evaluation after each step, and the parameters; saved and loaded in the middle with a folder."""
-    engine, seen = built(given), []
-    for step in range(steps):
-        done = one_step(engine, rank, world, step)
-        with torch.no_grad():
-            seen.append((done.loss, done.grad_norm, float(engine(*my_micro_batches(step, rank, world, 2, 1)[0]))))
-        if folder is not None and step == 2:
-            engine.save_checkpoint(folder)
-            engine.destroy()
-            engine = built(given)
-            engine.load_checkpoint(folder)
-    return seen, engine.params_sha256(), engine.report()
-
-
-def courses(rank, world, cases, folders, steps=5):
-    return [course(rank, world, given, folder, steps) for given, folder in zip(cases, folders, strict=True)]
-
-
 @pytest.mark.parametrize("accumulation", sampled([], (1, 2), slow=[(2,)]))
-def test_same_bits_however_it_is_run(ranks, tmp_path, accumulation):
-    """Overlap, prefetch, chaos, offload of states and parameters, a resume in the middle, MiCS in place of hpZ."""
+def test_same_bits_however_it_is_run(ranks, accumulation):
+    """Overlap, prefetch, chaos, offload of states and parameters, MiCS in place of hpZ; with evaluations in between.
+
+    A resume in the middle: ``test_zeropp_weights.py:test_checkpoint_in_the_middle``.
+    """
     zero = {**ALL, "quantization": SHORT}
     more = {"gradient_accumulation_steps": accumulation}
     mics = {**{k: v for k, v in zero.items() if k != "zero_hpz_partition_size"}, "mics_shard_size": 2}
@@ -56,15 +40,11 @@ def test_same_bits_however_it_is_run(ranks, tmp_path, accumulation):
         settings({**zero, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}, **more),
         settings({**zero, "offload_optimizer": CPU}, overlap=True, chaos=2, **more),
         settings({**zero, "offload_optimizer": CPU, "offload_param": CPU}, chaos=3, **more),
-        settings(zero, **more),
         settings(mics, overlap=True, **more),
     ]
-    folders = [None] * 5 + [str(tmp_path), None]
-    results = ranks.run(courses, cases, folders, world_size=4, timeout=110)
-    for per_rank in results:
-        for number, (seen, sha, report) in enumerate(per_rank):
-            assert (seen, sha) == per_rank[0][:2], f"variant {number} differs"
-            as_predicted(report["communication"])
+    for report in check_same_bits(ranks, cases, 3, 4)[1]:
+        as_predicted(report["communication"])
+    check_same_bits(ranks, [cases[0], *cases[4:]], 2, 4, evaluated=True)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.exhaustive)])
@@ -73,11 +53,10 @@ def test_alone_and_together_it_trains_as_stage_3_does(ranks, sizes):
     zeros = [dict([persist, *some]) for size in sizes for some in itertools.combinations(parts, size)]
     cases = [settings({**zero, **({"quantization": SHORT} if len(zero) > 2 or "zero_hpz_partition_size" not in zero
              else {})} if len(zero) > 1 else zero) for zero in zeros]  # fmt: skip
-    results = ranks.run(courses, cases, [None] * len(cases), 3, world_size=4, timeout=110)
-    plain = results[0][0][0]
-    for seen, *_ in results[0]:
-        assert [loss for loss, *_ in seen] == pytest.approx([loss for loss, *_ in plain], rel=0.03)
-    assert len({sha for _, sha, _ in results[0]}) == 4  # hpZ changes no bit
+    found = [bits for bits, _ in ranks.run(train_each, cases, 3, world_size=4, timeout=110)[0]]
+    for losses, *_ in found:
+        assert losses == pytest.approx(found[0][0], rel=0.03)
+    assert len({sha for *_, sha in found}) == 4  # hpZ changes no bit
 
 
 WIDTH, SIZE = 256, 128

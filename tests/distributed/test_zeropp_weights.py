@@ -12,7 +12,6 @@ from deepzero.runtime.zero import partition_plan
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import (
     WHOLE,
-    Checkpointed,
     TinyModel,
     as_predicted,
     built,
@@ -25,6 +24,8 @@ from tests.distributed.training import (
     my_micro_batches,
     one_step,
     start,
+    step_on,
+    train,
 )
 
 HPZ = {**WHOLE, "zero_hpz_partition_size": 2}
@@ -32,6 +33,7 @@ QWZ = {**WHOLE, "zero_quantized_weights": True}
 MICS = {**WHOLE, "mics_shard_size": 2}
 SHORT = {"block_size": 64, "meter_every": 0}
 MICS_QWZ = {**MICS, **QWZ, "quantization": SHORT}
+TOGETHER = {**HPZ, **QWZ, "zero_quantized_gradients": True, "quantization": SHORT}
 
 
 def settings(zero, per_node=2, **changes):
@@ -44,27 +46,6 @@ def frozen_embedding():
     model = make_model()
     model.embed.weight.requires_grad_(False)
     return model
-
-
-MODELS = {"plain": make_model, "checkpoint": Checkpointed, "frozen": frozen_embedding}
-
-
-def bits(rank, world, given, kind="plain", steps=5, evaluate=False):
-    """Every step's loss and norm, and the parameters at the end; and what the run sent."""
-    engine, seen = built(given, MODELS[kind]), []
-    for step in range(steps):
-        for ids, labels in my_micro_batches(step, rank, world, engine.batch.micro_batch, engine.batch.accumulation):
-            if evaluate:
-                with torch.no_grad():
-                    seen.append(float(engine(ids, labels)))
-            engine.backward(engine(ids, labels))
-            engine.step()
-        seen += [engine.last_step.loss, engine.last_step.grad_norm, engine.params_sha256()]
-    return seen, engine.report()
-
-
-def many(rank, world, cases):
-    return [bits(rank, world, *case) for case in cases]
 
 
 def variants(size, per_node):
@@ -95,20 +76,13 @@ FOUR_RANKS = pytest.param(4, 2, 2, marks=pytest.mark.slow)
 def test_hpz_and_mics_same_bits_every_step(ranks, world, size, per_node):
     cases = list(variants(size, per_node))
     # Six ranks on two cores are slow; what differs with their number is in the first three and in MiCS.
-    results = ranks.run(many, cases if world == 4 else [*cases[:3], cases[8]], world_size=world, timeout=110)
-    reference = results[0][0][0]
-    for per_rank in results:
-        for number, (seen, _) in enumerate(per_rank):
-            assert seen == reference, f"variant {number} differs"
+    check_same_bits(ranks, cases if world == 4 else [*cases[:3], cases[8]], 3, world)
 
 
-@pytest.mark.parametrize("kind", ["plain", pytest.param("frozen", marks=pytest.mark.exhaustive)])
-def test_same_bits_with_accumulation_and_evaluation(ranks, kind):
+@pytest.mark.parametrize("model", [make_model, pytest.param(frozen_embedding, marks=pytest.mark.exhaustive)])
+def test_same_bits_with_accumulation_and_evaluation(ranks, model):
     more = {"precision": "bf16", "gradient_accumulation_steps": 2}
-    cases = [(settings(zero, **more), kind, 4, True) for zero in (WHOLE, HPZ, MICS)]
-    results = ranks.run(many, cases, world_size=4)
-    # Every rank's own evaluation is its own: compared with the same rank's.
-    assert all(seen == per_rank[0][0] for per_rank in results for seen, _ in per_rank)
+    check_same_bits(ranks, [(settings(zero, **more), model) for zero in (WHOLE, HPZ, MICS)], 4, 4, evaluated=True)
 
 
 @pytest.mark.slow
@@ -122,14 +96,9 @@ def test_qwz_depends_on_nothing_but_the_values(ranks):
         settings({**qwz, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}, precision="bf16", chaos=2),
         settings({**qwz, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, precision="bf16"),
     ]
-    plain, quantised = settings(WHOLE, precision="bf16"), [(case, "plain") for case in cases]
-    results = ranks.run(many, [(plain, "plain"), *quantised], world_size=4, timeout=110)
-    exact, reference = results[0][0][0], results[0][1][0]
-    for per_rank in results:
-        assert all(seen == reference for seen, _ in per_rank[1:])
-    assert reference != exact
-    for i in range(0, len(exact), 3):
-        assert reference[i] == pytest.approx(exact[i], rel=0.02)
+    quantised, _ = check_same_bits(ranks, cases, 3, 4)
+    exact, _ = check_same_bits(ranks, [settings(WHOLE, precision="bf16")], 3, 4)
+    assert quantised != exact and quantised[0] == pytest.approx(exact[0], rel=0.02)
 
 
 @on_ranks()
@@ -247,26 +216,26 @@ def test_a_write_to_quantised_values_is_refused(rank, world):
     handle = model.norm.register_forward_hook(write)
     ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
     with pytest.raises(deepzero.zero.PartitionedUseError, match=r"written while it was gathered"):
-        engine.backward(engine(ids, labels))
-        engine.step()
+        step_on(engine, ids, labels)
     handle.remove()
 
 
-@pytest.mark.parametrize("zero", [HPZ, pytest.param(MICS_QWZ, marks=pytest.mark.slow)], ids=["hpz", "mics-qwz"])
+@pytest.mark.parametrize("zero", [
+    pytest.param(HPZ, id="hpz"),
+    pytest.param(MICS_QWZ, id="mics-qwz", marks=pytest.mark.slow),
+    pytest.param(TOGETHER, id="all", marks=pytest.mark.slow),
+])  # fmt: skip
 @on_ranks(4)
 def test_checkpoint_in_the_middle(rank, world, tmp_path, zero):
     """Saved and loaded: the same bits as without; hpZ's second partition is not taken for the new values'."""
-    straight, _ = bits(rank, world, settings(zero, precision="bf16"), "frozen", 6)
-    engine = built(settings(zero, precision="bf16"), frozen_embedding)
+    given = settings(zero, precision="bf16")
+    (losses, _, sha), _ = train(rank, world, given, 6, frozen_embedding)
+    engine = built(given, frozen_embedding)
     go(engine, rank, world, 0, 3)
     engine.save_checkpoint(tmp_path)
     go(engine, rank, world, 7, 9)
     engine.load_checkpoint(tmp_path)
-    seen = []
-    for step in range(3, 6):
-        one_step(engine, rank, world, step)
-        seen += [engine.last_step.loss, engine.last_step.grad_norm, engine.params_sha256()]
-    assert seen == straight[9:]
+    assert (go(engine, rank, world, 3, 6), engine.params_sha256()) == (losses[3:], sha)
 
 
 @on_ranks(4)
@@ -364,7 +333,7 @@ def test_the_account_after_a_load(rank, world, tmp_path, zero):
 def test_machines_of_different_sizes_count_as_one_node(rank, world, local):
     zero = {**QWZ, "zero_quantized_gradients": True, "quantization": SHORT}
     os.environ["LOCAL_WORLD_SIZE"] = str(local[rank])
-    seen, report = bits(rank, world, config(stage=3, zero=zero, precision="bf16", comm={}), "plain", 2)
+    seen, report = train(rank, world, config(stage=3, zero=zero, precision="bf16", comm={}), 2)
     assert not any(entry["measured"]["between_node_bytes"] for entry in report["communication"].values())
     check_alike(seen)
 

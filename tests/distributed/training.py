@@ -127,20 +127,30 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def train(
-    rank: int, world: int, settings: dict[str, Any], steps: int = 20, kind: str = "plain", plain_backward: bool = False
+    rank: int,
+    world: int,
+    settings: dict[str, Any],
+    steps: int = 20,
+    kind: Any = "plain",
+    plain_backward: bool = False,
+    evaluated: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Train a model of ``KINDS`` (``init``: a plain one that ``zero.Init`` has cut).
+    """Train a model of ``KINDS``, or what a call makes (``init``: a plain one that ``zero.Init`` has cut).
 
     Returns everything that must be the same bits, losses, norms and the parameters' hash, and the engine's report.
+    ``evaluated``: before each micro-batch there is an evaluation, whose loss is one of the losses.
     """
     torch.manual_seed(0)
     with deepzero.zero.Init(enabled=kind == "init"):
-        model = KINDS.get(kind, TinyModel)()
+        model = kind() if callable(kind) else KINDS.get(kind, TinyModel)()
     engine, *_ = deepzero.initialize(model=model, config=settings)
     losses, norms = [], []
     accumulation, micro = engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu()
     for step in range(steps):
         for ids, labels in my_micro_batches(step, rank, world, micro, accumulation):
+            if evaluated:
+                with torch.no_grad():
+                    losses.append(float(engine(*make_batch(step, 2))))
             loss = engine(ids, labels)
             if plain_backward:
                 loss.backward()
@@ -152,15 +162,17 @@ def train(
     return (losses, norms, engine.params_sha256()), engine.report()
 
 
-def train_each(rank: int, world: int, cases: list[Any], steps: int = 20, plain_backward: bool = False) -> list[Any]:
+def train_each(rank: int, world: int, cases: list[Any], steps: int = 20, *how: bool) -> list[Any]:
     """:func:`train` for each case: its settings, or its settings and its model's kind."""
     each = [case if isinstance(case, tuple) else (case, "plain") for case in cases]
-    return [train(rank, world, settings, steps, kind, plain_backward) for settings, kind in each]
+    return [train(rank, world, settings, steps, kind, *how) for settings, kind in each]
 
 
-def check_same_bits(ranks: Any, cases: list[Any], steps: int = 20, world_size: int = 2) -> tuple[Any, list[Any]]:
+def check_same_bits(
+    ranks: Any, cases: list[Any], steps: int = 20, world_size: int = 2, evaluated: bool = False
+) -> tuple[Any, list[Any]]:
     """Train each case on every rank: all give the first one's bits. Returns these, and rank 0's reports."""
-    results = ranks.run(train_each, cases, steps, world_size=world_size, timeout=110)
+    results = ranks.run(train_each, cases, steps, False, evaluated, world_size=world_size, timeout=110)
     reference = results[0][0][0]
     for per_rank in results:
         for number, (bits, _) in enumerate(per_rank):
