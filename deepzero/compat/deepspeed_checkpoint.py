@@ -54,6 +54,7 @@ from deepzero.checkpoint.manifest import (
     row_problems,
 )
 from deepzero.checkpoint.reader import CheckpointReader, Run, read_rows
+from deepzero.compat.optimizer_names import LossScalerNames
 
 log = logging.getLogger(__name__)
 
@@ -156,8 +157,7 @@ class _Checkpoint:
         self.first, self.said = models[0], self.models[models[0]]
         self.shapes: list[dict[str, Any]] = self.said["param_shapes"] or []
         self.ranks = {file: self.load(file)["optimizer_state_dict"] for file in optims}
-        nothing: tuple[str, dict[str, Any]] = ("", {})
-        file, own = next(iter(self.ranks.items()), nothing)
+        file, own = next(iter(self.ranks.items()), ("", dict[str, Any]()))
         if (path / "zero").is_dir():
             file = "zero/optimizer_state.pt"
             own = self.load(file)
@@ -329,10 +329,7 @@ class _Checkpoint:
         for piece, shape in self._untrained():
             name, dtype = piece[1], self.row(piece)
             found[name] = ParameterInfo(tuple(shape), dtype, False, None, aliases.get(name, ()), {PARAMETER: dtype})
-        dtypes: dict[str, dict[str, str]] = {}
-        for piece in self.pieces():
-            dtypes.setdefault(piece[1], {})[piece[0]] = self.row(piece)
-        keys = {key: dtype for kept in dtypes.values() for key, dtype in kept.items()}
+        keys = {piece[0]: self.row(piece) for piece in self.pieces()}
         # A flat tensor is of one group; in stage 3 a group has several, one for each of its sub-groups.
         group_of = {index: number for number, group in enumerate(self.groups) for index in group["params"]}
         computed = {"bf16": "BF16", "fp16": "F16"}.get(self._precision(), "F32")
@@ -353,8 +350,7 @@ class _Checkpoint:
         if not scaler["dynamic"]:
             return {"kind": "static", "scale": float(scaler["cur_scale"])}
         theirs = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-        ours = ("scale", "iteration", "last_overflow_iteration", "hysteresis_left")
-        return {"kind": "dynamic"} | {own: scaler[key] for own, key in zip(ours, theirs, strict=True)}
+        return {"kind": "dynamic"} | {LossScalerNames.NAMES[key]: scaler[key] for key in theirs}
 
 
 def _base(own: Any) -> Any:

@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deepzero.checkpoint.checkpoint_dir import latest_tag
-from deepzero.checkpoint.errors import CheckpointError, as_folder
+from deepzero.checkpoint.errors import CheckpointError, agree_on, as_folder, together
 from deepzero.checkpoint.export import DEFAULT_MAX_SHARD
 from deepzero.compat import zero_to_fp32
 from deepzero.compat.deepspeed_checkpoint import LATEST_UNIVERSAL
 from deepzero.compat.engine_getters import EngineGetters
+from deepzero.durable import flush_folder, write_whole
 from deepzero.runtime.diagnostics import whole_state_dict
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -77,14 +80,24 @@ def save_16bit_model(  # noqa: D417  of the method
 
     Source: ``save_16bit_model`` in ``runtime/engine.py`` of [DeepSpeed], which writes ``pytorch_model.bin``.
     """
-    if str(save_filename).endswith((".bin", ".pt")):
-        self.check("save_16bit_model")
-        self.finish_delayed_update()
-        path = as_folder("save_16bit_model", save_dir) / str(save_filename)
-        state_dict = self._consolidated_16bit_state_dict
-        zero_to_fp32.save_by_torch(path, state_dict, exclude_frozen_parameters, max_shard_size)
+    if not str(save_filename).endswith((".bin", ".pt")):
+        self.checkpointer.save_16bit_model(save_dir, save_filename, not exclude_frozen_parameters, max_shard_size)
         return True
-    self.checkpointer.save_16bit_model(save_dir, save_filename, not exclude_frozen_parameters, max_shard_size)
+    self.check("save_16bit_model")
+    self.finish_delayed_update()
+    path = as_folder("save_16bit_model", save_dir) / str(save_filename)
+    agree_on("save_16bit_model", {
+        "save_dir": str(path.parent), "save_filename": path.name,
+        "exclude_frozen_parameters": exclude_frozen_parameters, "max_shard_size": max_shard_size,
+    })  # fmt: skip
+    if max_shard_size != DEFAULT_MAX_SHARD:
+        raise CheckpointError(f"{path.name} is one file: leave max_shard_size out, or name a file in .safetensors")
+    state = consolidated_16bit_state_dict(self, exclude_frozen_parameters)
+    with together():
+        if state is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, lambda file: torch.save(state, file))
+            flush_folder(path.parent)
     return True
 
 

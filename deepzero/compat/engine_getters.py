@@ -19,16 +19,8 @@ from deepzero.checkpoint.checkpointer import Checkpointer
 from deepzero.checkpoint.manifest import shard_name
 from deepzero.comm import process_group
 from deepzero.comm.flight_recorder import world_group
-from deepzero.runtime.diagnostics import (
-    describe_offload,
-    gather_report,
-    gradient_norms,
-    params_sha256,
-    quantization_report,
-    step_metrics,
-)
+from deepzero.runtime import diagnostics, invariance
 from deepzero.runtime.engine import Engine
-from deepzero.runtime.invariance import describe_bits, seed_micro_batch
 
 _SAME = "zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"
 _ZERO = "reduce_scatter overlap_comm sub_group_size reduce_bucket_size allgather_bucket_size"
@@ -151,9 +143,10 @@ class EngineGetters(Engine):
     _get_optimizer_ckpt_name = _file_of_states
 
     # deepzero's own, of ``runtime/``.
-    describe_bits, seed_micro_batch = describe_bits, seed_micro_batch
-    describe_offload, quantization_report, step_metrics = describe_offload, quantization_report, step_metrics
-    gradient_norms, params_sha256, report = gradient_norms, params_sha256, gather_report
+    describe_bits, seed_micro_batch = invariance.describe_bits, invariance.seed_micro_batch
+    describe_offload, quantization_report = diagnostics.describe_offload, diagnostics.quantization_report
+    gradient_norms, params_sha256 = diagnostics.gradient_norms, diagnostics.params_sha256
+    report, step_metrics = diagnostics.gather_report, diagnostics.step_metrics
     offload_report = property(attrgetter("zero.offload_report"))
 
     def __getattr__(self, name: str) -> Any:

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ from safetensors import safe_open
 from torch import nn
 
 from deepzero.checkpoint.checkpoint_dir import SCRIPT, is_complete
-from deepzero.checkpoint.errors import CheckpointError, agree_on, together
-from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, INDEX_SUFFIX, MODEL_FILE, PRECISIONS, Exported, export, saying
+from deepzero.checkpoint.errors import CheckpointError
+from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, INDEX_SUFFIX, MODEL_FILE, Exported, export, saying
 from deepzero.checkpoint.manifest import BUFFER, Entry, listed
 from deepzero.checkpoint.reader import CheckpointReader, read_own
 from deepzero.compat import deepspeed_checkpoint
 from deepzero.compat.utilities import logger
+from deepzero.config.deepspeed_json import DTYPE_NAMES
 from deepzero.durable import flush_folder, write_whole
 from deepzero.runtime.zero.partition_parameters import GatheredParameters, PartitionedParameter, ZeroParameter
 
@@ -90,21 +91,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    reader = _open(checkpoint_dir, tag, exclude_frozen_parameters)
-    found: dict[str, LazyTensor] = {}
-
-    def add(key: str, name: str, shape: Iterable[int], aliases: Iterable[str] = ()) -> None:
+    reader, found = _open(checkpoint_dir, tag, exclude_frozen_parameters), dict[str, Any]()
+    infos, buffers = reader.manifest.parameters.items(), reader.manifest.buffers.items()
+    rows = [(info.values_key, name, info.shape, info.aliases) for name, info in infos]
+    rows += [(BUFFER, name, buffer["shape"], buffer.get("aliases", ())) for name, buffer in buffers]
+    for key, name, shape, aliases in rows:
         _, stored = reader.extent(key, name) or (0, torch.float32 if 0 in shape else None)
         if stored is not None:
             dtype = torch.float32 if stored.is_floating_point else stored
-            found.update(dict.fromkeys((name, *aliases), LazyTensor(reader, key, name, torch.Size(shape), dtype)))
-
-    for name, info in reader.manifest.parameters.items():
-        add(info.values_key, name, info.shape, info.aliases)
-    for name, buffer in reader.manifest.buffers.items():
-        add(BUFFER, name, buffer["shape"], buffer.get("aliases", ()))
-    made = {} if lazy_mode else {lazy.name: lazy.contiguous() for lazy in dict.fromkeys(found.values())}
-    return {name: lazy if lazy_mode else made[lazy.name] for name, lazy in found.items()}
+            lazy = LazyTensor(reader, key, name, torch.Size(shape), dtype)
+            found |= dict.fromkeys((name, *aliases), lazy if lazy_mode else lazy.contiguous())
+    return found
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -122,26 +119,6 @@ def load_state_dict_from_zero_checkpoint(
     if missing or unexpected:
         log.warning("%s: not there: %s; not in the model: %s", checkpoint_dir, listed(missing), listed(unexpected))
     return model
-
-
-def save_by_torch(
-    path: Path, state_dict: Callable[[bool], dict[str, Any] | None], without_frozen: bool, max_shard_size: str | int
-) -> None:
-    """Write by ``torch.save`` the state dict that ``state_dict`` gives rank 0, whole or not at all. A collective.
-
-    Raises a CheckpointError on every rank where rank 0 cannot write, where ranks pass different arguments, or for a
-    ``max_shard_size`` other than the default.
-    """
-    shared = {"exclude_frozen_parameters": without_frozen, "max_shard_size": max_shard_size}
-    agree_on("save_16bit_model", {"save_dir": str(path.parent), "save_filename": path.name, **shared})
-    if max_shard_size != DEFAULT_MAX_SHARD:
-        raise CheckpointError(f"{path.name} is one file: leave max_shard_size out, or name a file in .safetensors")
-    state = state_dict(without_frozen)
-    with together():
-        if state is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, lambda file: torch.save(state, file))
-            flush_folder(path.parent)
 
 
 def _remove_older(out: Path, new: set[str]) -> None:
@@ -171,11 +148,10 @@ def convert_zero_checkpoint_to_state_dict(
         tag: which checkpoint; None: the one that ``latest`` names.
         exclude_frozen_parameters: leave out what was not trained.
     """
-    known = {str(kind).removeprefix("torch."): name for name, kind in PRECISIONS.items()} | {p: p for p in PRECISIONS}
-    if (word := str(dtype).removeprefix("torch.")) not in known:
-        raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(known)}")
+    if (word := str(dtype).removeprefix("torch.")) not in DTYPE_NAMES:
+        raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_NAMES)}")
     write = partial(
-        export, checkpoint_dir, dtype=known[word], tag=tag, max_shard_size=max_shard_size or 1 << 62, force=True,
+        export, checkpoint_dir, dtype=DTYPE_NAMES[word], tag=tag, max_shard_size=max_shard_size or 1 << 62, force=True,
         partial=True, read=lambda folder, name: _open(folder, name, exclude_frozen_parameters),
     )  # fmt: skip
     out = Path(os.path.expanduser(output_dir))

@@ -37,7 +37,7 @@ _IMPLEMENTED = (
     *_SCALARS, "activation_checkpointing", "checkpoint", "zero_optimization", "fp16", "bf16", "comm",
     "optimizer", "scheduler", "data_types", "communication_data_type", "dataloader_drop_last",
 )  # fmt: skip
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
     **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
     **dict.fromkeys(("bf16", "bfloat16", "bfp16"), "bf16"),
@@ -199,9 +199,9 @@ def _read(mapping: Mapping[str, Any]) -> EngineConfig:
     for block, path in ((types, "data_types.grad_accum_dtype"), (given, "communication_data_type")):
         if (value := block.get(key := path.rpartition(".")[2])) is not None:
             # As DeepSpeed takes them: in any case, also as torch's own, by name or as an object.
-            if (name := str(value).lower().removeprefix("torch.")) not in _DTYPE_NAMES:
-                raise ConfigError(f"{path}={value!r} is not one of {', '.join(sorted(_DTYPE_NAMES))}")
-            settings[key] = _DTYPE_NAMES[name]
+            if (name := str(value).lower().removeprefix("torch.")) not in DTYPE_NAMES:
+                raise ConfigError(f"{path}={value!r} is not one of {', '.join(sorted(DTYPE_NAMES))}")
+            settings[key] = DTYPE_NAMES[name]
     return build(EngineConfig, settings)
 
 
