@@ -9,7 +9,8 @@ Source: ``runtime/lr_schedules.py`` in [DeepSpeed]: names, order and defaults of
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,8 +19,7 @@ from deepzero.config.engine import SchedulerConfig
 from deepzero.runtime.lr_schedules import BETA2, CURVES, Scheduler, build_scheduler
 
 # Of each class: its arguments in order, with the defaults of the command line's options (None: left out).
-_WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
-_RATES = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.001, **_WARMUP}
+_RATES = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000, "warmup_type": "log"}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "LRRangeTest": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 1000, "lr_range_test_step_rate": 1.0,
                     "lr_range_test_staircase": False},
@@ -33,11 +33,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
                        "cos_min_ratio": 0.01, "warmup_type": "log"},
 }  # fmt: skip
 VALID_LR_SCHEDULES = list(ARGUMENTS)
-_WORDS = {"LR_SCHEDULE": "lr_schedule", "WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear"} | {
+globals().update({
+    "LR_SCHEDULE": "lr_schedule", "WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear",
     "LR_RANGE_TEST": "LRRangeTest", "ONE_CYCLE": "OneCycle", "WARMUP_LR": "WarmupLR",
     "WARMUP_DECAY_LR": "WarmupDecayLR", "WARMUP_COSINE_LR": "WarmupCosineLR",
-}  # fmt: skip
-_WORDS |= {name.upper(): name for arguments in ARGUMENTS.values() for name in arguments}
+    **{name.upper(): name for arguments in ARGUMENTS.values() for name in arguments},
+})  # fmt: skip
 
 
 class NamedScheduler(Scheduler):
@@ -91,6 +92,7 @@ _CLASSES = {
                                          "__doc__": CURVES[kind].__doc__})
     for kind in ARGUMENTS
 }  # fmt: skip
+globals().update(_CLASSES)
 
 
 def _empty(kind: str) -> Scheduler:
@@ -111,25 +113,26 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--lr_schedule", default=None, metavar="TYPE", help=", ".join(VALID_LR_SCHEDULES))
     options = {name: default for arguments in ARGUMENTS.values() for name, default in arguments.items()}
     for name, default in options.items():
-        if default is False:
+        if name == "lr_range_test_staircase":  # DeepSpeed's takes a word, which is true whatever it says
+            group.add_argument(f"--{name}", nargs="?", const=True, default=False, type=bool)
+        elif default is False:
             group.add_argument(f"--{name}", action="store_true")
         elif name != "total_num_steps":
             group.add_argument(f"--{name}", default=default, type=int if default is None else type(default))
     return parser
 
 
-def _override(*kinds: str) -> Callable[[Any, dict[str, Any]], None]:
-    def override(args: Any, params: dict[str, Any]) -> None:
-        """Copy the options that are there and not None."""
-        found = {name: getattr(args, name, None) for kind in kinds for name in ARGUMENTS[kind]}
-        params.update({name: value for name, value in found.items() if value is not None})
-
-    return override
+def override_params(args: Any, params: dict[str, Any], *, kinds: Iterable[str] = tuple(ARGUMENTS)) -> None:
+    """Copy the options of these schedules that are there and not None."""
+    found = {name: getattr(args, name, None) for kind in kinds for name in ARGUMENTS[kind]}
+    found.pop("cycle_momentum", None)  # as in DeepSpeed: betas move wherever the optimizer has any
+    params.update({name: value for name, value in found.items() if value is not None})
 
 
-override_lr_range_test_params, override_1cycle_params = _override("LRRangeTest"), _override("OneCycle")
-override_warmupLR_params, override_warmupCosineLR_params = _override("WarmupLR"), _override("WarmupCosineLR")
-override_params = _override(*ARGUMENTS)
+override_lr_range_test_params = partial(override_params, kinds=["LRRangeTest"])
+override_1cycle_params = partial(override_params, kinds=["OneCycle"])
+override_warmupLR_params = partial(override_params, kinds=["WarmupLR"])
+override_warmupCosineLR_params = partial(override_params, kinds=["WarmupCosineLR"])
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -142,7 +145,7 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
     if (kind := getattr(args, "lr_schedule", None)) not in ARGUMENTS:
         return None, f"--lr_schedule={kind!r} is not one of {', '.join(VALID_LR_SCHEDULES)}"
     params: dict[str, Any] = {}
-    _override(kind)(args, params)
+    override_params(args, params, kinds=[kind])
     return {"type": kind, "params": params}, None
 
 
@@ -152,9 +155,3 @@ def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
     key = keys.get(config.get("type", ""), "warmup_max_lr")
     rate = config.get("params", {}).get(key)
     return rate, "" if rate is not None else f"scheduler {config.get('type')!r} names no {key} in its params"
-
-
-def __getattr__(name: str) -> Any:
-    if name in _CLASSES or name in _WORDS:
-        return _CLASSES.get(name) or _WORDS[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -319,13 +319,16 @@ def test_schedules_as_classes():
 
 @pytest.mark.parametrize("kind", lr_schedules.VALID_LR_SCHEDULES)
 def test_schedules_from_the_command_line(kind):
-    words = ["--lr_schedule", kind, "--cycle_first_stair_count", "3", "--lr_range_test_staircase"]
-    args = lr_schedules.add_tuning_arguments(argparse.ArgumentParser()).parse_args(words)
+    words = ["--lr_schedule", kind, "--cycle_first_stair_count", "3", "--cycle_min_mom", "0.7"]
+    parser = lr_schedules.add_tuning_arguments(argparse.ArgumentParser())
+    args = parser.parse_args([*words, "--lr_range_test_staircase", "True"])
+    assert args == parser.parse_args(["--lr_range_test_staircase", *words]), "with DeepSpeed's word, and without"
     config, problem = lr_schedules.get_config_from_args(args)
     scheduler = build_scheduler(SchedulerConfig(**config), adam(), 20)
     expected = {"OneCycle": ("cycle_first_stair_count", 3), "LRRangeTest": ("lr_range_test_staircase", True)}
     name, value = expected.get(kind, ("warmup_num_steps", 1000))
     assert problem is None and getattr(scheduler.curve, name) == value == config["params"][name]
+    assert getattr(scheduler.curve, "cycle_momentum", True), "betas move also without --cycle_momentum"
     highest = {"OneCycle": 0.1, "WarmupCosineLR": None}.get(kind, 0.001)
     assert lr_schedules.get_lr_from_config(config)[0] == highest
     assert lr_schedules.get_config_from_args(argparse.Namespace(lr_schedule="none"))[0] is None
