@@ -124,7 +124,7 @@ def configure(deepspeed_config: Any = None, enabled: bool | None = None, **detai
     if isinstance(deepspeed_config, str | os.PathLike):
         deepspeed_config = read_mapping(deepspeed_config)
     block = deepspeed_config.get("comms_logger") if isinstance(deepspeed_config, Mapping) else None
-    if enabled or (block or {}).get("enabled"):
+    if enabled or (block.get("enabled") if isinstance(block, Mapping) else block):
         log_summary()
 
 

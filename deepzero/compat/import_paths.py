@@ -1,8 +1,9 @@
-"""DeepSpeed's import paths, and where deepzero has what scripts take from them. One line for each of its modules.
+"""DeepSpeed's import paths, and where deepzero has what scripts take from them: one table of its modules.
 
-A module's line names homes in deepzero and what is taken from each: ``home: name name``, with ``there=here`` where
-deepzero calls a thing otherwise and ``*`` for all public names of a home. Homes are imported when a name is asked for;
-the first that has it wins. An empty line is a module that scripts import for what is below it.
+Modules that have the same names share an entry; ``.`` is ``deepspeed`` itself. An entry names homes in deepzero and
+what is taken from each: ``home: name name``, with ``there=here`` where deepzero calls a thing otherwise and ``*`` for
+all public names of a home. Homes are imported when a name is asked for; the first that has it wins. An empty entry is
+of modules that scripts import for what is below them.
 
 Two homes are none. ``=`` has words: a name's is what stands behind it, else the name in small letters. ``!`` and a
 feature stand before what deepzero does not have on purpose: such names can be imported, subclassed and asked about by
@@ -11,22 +12,21 @@ feature stand before what deepzero does not have on purpose: such names can be i
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 DIFFERENCES = "docs/coming_from_deepspeed.md"
 VERSION = "0.19.8"
 """The release of DeepSpeed that deepzero answers for."""
 
-_ADAM = "deepzero.ops.adam: *; !ZenFlow: ZenFlowCPUAdam ZenFlowSelectiveAdamW"
 _LOG = "deepzero.compat.utilities: log_dist log_dist_once logger set_log_level_from_string warning_once"
-_COMM = f"deepzero.compat.comm: *; deepzero.compat.accelerator: get_accelerator; {_LOG}"
 _ESTIMATES = "!estimate by DeepSpeed's formula (tools/plan.py has its own): "
 _NAMES = "deepzero.compat.optimizer_names:"
 _INTERNALS = "!such step of its own: "
 _CONFIG = "deepzero.compat.config_models:"
 _VERSION = f"=: version={VERSION} git_hash=deepzero git_branch=deepzero"
 _LINES = {
-    "": "deepzero.compat.front: initialize; deepzero: DeepSpeedEngine init_distributed add_config_arguments; "
+    ".": "deepzero.compat.front: initialize; deepzero: DeepSpeedEngine init_distributed add_config_arguments; "
     f"{_VERSION} __version__={VERSION} __git_hash__=deepzero __git_branch__=deepzero; "
     "deepzero.compat.utilities: HAS_TRITON __version_major__ __version_minor__ __version_patch__; "
     "deepspeed.utils: log_dist logger get_accelerator; deepspeed.comm: dist=comm; "
@@ -36,41 +36,31 @@ _LINES = {
     "!tensor parallelism: tp_model_init set_autotp_mode; !pipeline parallelism: PipelineEngine; "
     "!hybrid engine: DeepSpeedHybridEngine; !transformer kernels: DeepSpeedTransformerLayer "
     "DeepSpeedTransformerConfig replace_transformer_layer; !data loader of its own: DeepSpeedDataLoader",
-    "accelerator": "deepzero.compat.accelerator: *",
+    "accelerator accelerator.real_accelerator": "deepzero.compat.accelerator: *",
     "accelerator.abstract_accelerator": "deepzero.compat.accelerator: DeepSpeedAccelerator",
-    "accelerator.real_accelerator": "deepzero.compat.accelerator: *",
     "checkpoint": "deepspeed.checkpoint.constants: *; deepspeed.checkpoint.utils: *",
     "checkpoint.constants": "=: BASE_OPTIMIZER_STATE CLIP_GRAD DS_VERSION FP32_FLAT_GROUPS FP32_GROUPS LOSS_SCALER "
     "OPTIMIZER_STATE_DICT PARAM PARAM_GROUPS PARAM_SHAPES SINGLE_PARTITION_OF_FP32_GROUPS UNIVERSAL_CHECKPOINT_INFO "
     "ZERO_STAGE PARTITION_COUNT BUFFER_NAMES",
     "checkpoint.ds_to_universal": "deepzero.compat.zero_to_fp32: main=convert_to_universal",
     "checkpoint.utils": "deepzero.compat.utilities: clone_tensors_for_torch_save get_model_ckpt_name_for_rank",
-    "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing: *",
-    "comm": _COMM,
-    "comm.comm": _COMM,
+    "checkpointing runtime.activation_checkpointing.checkpointing": "deepzero.compat.utilities: checkpoint configure "
+    "non_reentrant_checkpoint=checkpoint",
+    "comm comm.comm": f"deepzero.compat.comm: *; deepzero.compat.accelerator: get_accelerator; {_LOG}",
     "constants": "deepzero.compat.utilities: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
     "git_version_info": f"{_VERSION}; deepzero.compat.utilities: torch_info",
-    "launcher": "",
+    "launcher moe runtime runtime.activation_checkpointing runtime.fp16": "",
     "launcher.runner": "=: DEEPSPEED_ENVIRONMENT_NAME=.deepspeed_env; !launcher beside torchrun: main parse_args",
-    "moe": "",
     "moe.layer": "!mixture of experts: MoE",
     "moe.utils": "deepzero.compat.utilities: is_moe_param split_params_into_different_moe_groups_for_optimizer",
     "ops": "deepzero.compat.utilities: __compatible_ops__=compatible_ops",
-    "ops.adam": _ADAM,
-    "ops.adam.cpu_adam": _ADAM,
-    "ops.adam.fused_adam": _ADAM,
-    "ops.aio": "deepspeed.ops.op_builder: *",
+    "ops.adam ops.adam.cpu_adam ops.adam.fused_adam": "deepzero.ops.adam: *; "
+    "!ZenFlow: ZenFlowCPUAdam ZenFlowSelectiveAdamW",
     "ops.lamb": "!Lamb: FusedLamb",
     "ops.lion": "!Lion: FusedLion DeepSpeedCPULion",
     "ops.adagrad": "!Adagrad on the host: DeepSpeedCPUAdagrad",
-    "ops.op_builder": "deepzero.compat.utilities: *",
-    "ops.op_builder.cpu": "deepspeed.ops.op_builder: *",
-    "ops.op_builder.cuda": "deepspeed.ops.op_builder: *",
-    "pipe": "!pipeline parallelism: PipelineModule LayerSpec TiedLayerSpec",
-    "runtime": "",
-    "runtime.activation_checkpointing": "",
-    "runtime.activation_checkpointing.checkpointing": "deepzero.compat.utilities: checkpoint configure "
-    "non_reentrant_checkpoint=checkpoint",
+    "ops.aio ops.op_builder ops.op_builder.cpu ops.op_builder.cuda utils.groups": "deepzero.compat.utilities: *",
+    "pipe runtime.pipe runtime.pipe.module": "!pipeline parallelism: PipelineModule LayerSpec TiedLayerSpec",
     "runtime.base_optimizer": f"{_NAMES} ZeROOptimizer DeepSpeedOptimizer=ZeROOptimizer",
     "runtime.bf16_optimizer": "!optimizer wrapper: BF16_Optimizer",
     "runtime.config": "deepzero.config.strict: DeepSpeedConfigError=ConfigError; =: ADAM_OPTIMIZER=adam "
@@ -81,16 +71,13 @@ _LINES = {
     "TRAIN_MICRO_BATCH_SIZE_PER_GPU GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING SCHEDULER BFLOAT16=bf16",
     "runtime.dataloader": "deepzero.compat.utilities: RepeatingLoader; !data loader of its own: DeepSpeedDataLoader",
     "runtime.engine": "deepzero: DeepSpeedEngine; !timers: EngineTimers",
-    "runtime.fp16": "",
     "runtime.fp16.fused_optimizer": "!optimizer wrapper: FP16_Optimizer",
     "runtime.fp16.loss_scaler": f"deepzero.runtime.loss_scaler: *; {_NAMES} LossScaleConfig "
     "LossScaleProfile CreateLossScaler; =: INITIAL_LOSS_SCALE=init_scale SCALE_WINDOW DELAYED_SHIFT "
     "CONSECUTIVE_HYSTERESIS MIN_LOSS_SCALE=min_scale",
     "runtime.fp16.unfused_optimizer": "!optimizer wrapper: FP16_UnfusedOptimizer",
     "runtime.lr_schedules": "deepzero.compat.lr_schedules: *",
-    "runtime.pipe": "deepspeed.pipe: *",
     "runtime.pipe.engine": "!pipeline parallelism: PipelineEngine",
-    "runtime.pipe.module": "deepspeed.pipe: *",
     "runtime.pipe.topology": "!pipeline parallelism: PipeDataParallelTopology PipeModelDataParallelTopology "
     "ProcessTopology",
     "runtime.precision_config": f"{_CONFIG} DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config "
@@ -109,10 +96,10 @@ _LINES = {
     f"{_CONFIG} DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig",
     "runtime.zero.offload_states": "deepzero.zero: get_state_devices",
     "runtime.zero.parameter_offload": f"{_NAMES} DeepSpeedZeRoOffload=NoOptimizer; {_INTERNALS} ZeROOrderedDict",
-    "runtime.zero.partition_parameters": "deepzero.compat.front: Init=RoundedInit ZeroParamStatus; deepzero.zero: *; "
-    "torch: _orig_torch_arange=arange; deepzero.compat.accelerator: get_accelerator; "
+    "runtime.zero.partition_parameters zero.partition_parameters": "deepzero.compat.front: Init=RoundedInit "
+    "ZeroParamStatus; deepzero.zero: *; torch: _orig_torch_arange=arange; "
+    "deepzero.compat.accelerator: get_accelerator; deepspeed.runtime.zero.linear: zero3_linear_wrap; "
     "deepzero.compat.utilities: zero_wrapper_for_fp_tensor_constructor; "
-    "deepspeed.runtime.zero.linear: zero3_linear_wrap; "
     f"{_INTERNALS} AllGatherCoalescedHandle AllGatherHandle InsertPostInitMethodToModuleSubClasses "
     "MultipleAllGatherHandles partitioned_param_data_shape",
     "runtime.zero.partitioned_param_coordinator": "deepzero.runtime.zero.partitioned_param_coordinator: "
@@ -127,7 +114,6 @@ _LINES = {
     "runtime.zero.utils": "deepzero.checkpoint.errors: ZeRORuntimeException=CheckpointError; "
     "deepzero.zero: is_zero_param",
     "utils": "deepzero.utils: *; deepzero.compat.utilities: *; deepzero.compat.accelerator: get_accelerator",
-    "utils.groups": "deepzero.compat.utilities: *",
     "utils.init_on_device": "deepzero.zero: OnDevice",
     "utils.logging": _LOG,
     "utils.tensor_fragment": "deepzero.utils: *",
@@ -136,7 +122,6 @@ _LINES = {
     "utils.z3_leaf_module": "deepzero.zero: *",
     "utils.zero_to_fp32": "deepzero.compat.zero_to_fp32: *",
     "zero": "deepspeed.runtime.zero: *",
-    "zero.partition_parameters": "deepspeed.runtime.zero.partition_parameters: *",
 }
 
 
@@ -149,7 +134,7 @@ def _read(line: str) -> list[tuple[str, dict[str, str]]]:
     ]
 
 
-MODULES = {("deepspeed." + path).rstrip("."): _read(line) for path, line in _LINES.items()}
+MODULES = {f"deepspeed.{path}".rstrip("."): _read(line) for paths, line in _LINES.items() for path in paths.split()}
 """Each module's homes, in the order in which they are asked."""
 
 
@@ -158,6 +143,7 @@ def absence(name: str) -> str:
     return f"deepzero, which is here in DeepSpeed's place, has no {name}; {DIFFERENCES} says what it has and what not"
 
 
+@functools.cache
 def refused_class(name: str, feature: str) -> type:
     """What stands for a name that belongs to a feature which deepzero does not have: its subclasses raise as well."""
 

@@ -6,7 +6,10 @@ Source: [DeepSpeed], ``runtime/config.py``, ``runtime/zero/config.py`` and ``run
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from typing import Any
+
+from deepzero.config.zero import ZeroConfig
 
 _ON_OR_OFF = (True, False)
 _OFF_OR_ON = (False, True)
@@ -171,13 +174,9 @@ OLDER = {
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
     "zero_optimization.cpu_offload_params": "cpu_offload_param",
     **{
-        f"zero_optimization.{name}": f"stage3_{name}"
-        for name in (
-            "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
-            "max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold",
-            "use_all_reduce_for_fetch_params", "allgather_sequential", "adaptive_prefetch_bucket_size",
-            "adaptive_prefetch_min_size", "adaptive_prefetch_max_size",
-        )
+        f"zero_optimization.{key.removeprefix('stage3_')}": key
+        for key in (*(field.name for field in fields(ZeroConfig)), *_ZERO_SATISFIED, *_ZERO_STEERING)
+        if key.startswith("stage3_")
     },
 }  # fmt: skip
 """Other spellings that DeepSpeed reads, with the one that is read here: the names before a change, those of fields."""

@@ -91,6 +91,7 @@ def test_ways_to_join(ranks, tmp_path, way):
         ({"timeout": 30}, ConfigError, "timedelta"),
         ({"dist_init_required": False}, ConfigError, "has joined no process group"),
         ({"config": {"comms_logger": {"enabled": True}}}, NotImplementedError, "comms_logger"),
+        ({"config": {"comms_logger": True}}, NotImplementedError, "comms_logger"),
         ({"config": "logged.json"}, NotImplementedError, "comms_logger"),
         ({"config": "missing.json"}, ConfigError, r"missing\.json"),
         ({"auto_mpi_discovery": 60}, ConfigError, "auto_mpi_discovery=60.*timeout_seconds="),
