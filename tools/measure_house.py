@@ -25,7 +25,7 @@ from deepzero.utils.closed_pipe import exit_with
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
-    "deepzero/config": (1685, 1150),
+    "deepzero/config": (1682, 1150),
     "deepzero/comm": (4339, 2720),
     "deepzero/runtime": (4468, 3050),
     "deepzero/runtime/zero": (5950, 4550),
@@ -39,12 +39,12 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/models": (542, 540),
     "deepzero/data": (523, 400),
     "deepzero/training": (1011, 380),
-    "deepzero/compat": (3401, 1200),
-    "deepzero": (38_471, 23_500),
+    "deepzero/compat": (3362, 1200),
+    "deepzero": (38_429, 23_500),
     "tools": (5998, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_331, 17_000),
+    "tests": (32_303, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -218,21 +218,19 @@ def resolve_batch(config: EngineConfig, world_size: int) -> BatchSizes:
         2
     """
     total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
-    steps, ranks = config.gradient_accumulation_steps, world_size
+    steps = config.gradient_accumulation_steps
     if total is None and micro is None:
         raise ConfigError("set train_batch_size or train_micro_batch_size_per_gpu; neither is given")
-    if micro is not None and (steps is not None or total is None):
+    if micro is not None and (total is None or steps is not None):
         steps = steps or 1
-        implied = micro * steps * ranks
-        what = f"train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps} x {ranks} ranks"
+        implied = micro * steps * world_size
+        what = f"train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps} x {world_size} ranks"
         rule = f"must equal {what} = {implied}; leave one of the three out"
-        require(total is None or total == implied, "train_batch_size", total, rule)
-        return BatchSizes(implied, micro, steps, ranks)
-    total, part, what = total or 0, (micro or steps or 1) * ranks, f"gradient_accumulation_steps {steps or 1}"
-    if micro is not None:
-        what = f"train_micro_batch_size_per_gpu {micro}"
-    other, below = total // part, total // part * part
-    near = f"{below} or {below + part}" if below else str(part)
-    rule = f"does not divide by {what} x {ranks} ranks; {near} would"
-    require(total % part == 0, "train_batch_size", total, rule)
-    return BatchSizes(total, micro or other, other if micro else steps or 1, ranks)
+        require(total in (None, implied), "train_batch_size", total, rule)
+        return BatchSizes(implied, micro, steps, world_size)
+    name, part = ("train_micro_batch_size_per_gpu", micro) if micro else ("gradient_accumulation_steps", steps or 1)
+    total, unit = total or 0, part * world_size
+    other, rest = divmod(total, unit)
+    near = f"{total - rest} or {total - rest + unit}" if other else str(unit)
+    require(not rest, "train_batch_size", total, f"does not divide by {name} {part} x {world_size} ranks; {near} would")
+    return BatchSizes(total, *((part, other) if micro else (other, part)), world_size)
