@@ -64,24 +64,19 @@ def tensorboard_rows(run_dir: Path) -> Rows:
     return dict(rows)
 
 
-def exactly(value: float) -> float:
-    """W&B keeps the digits that ``metrics.jsonl`` has."""
-    return value
-
-
 def as_fp32(value: float) -> float:
     """TensorBoard keeps 24 bits."""
     number: float = struct.unpack("f", struct.pack("f", value))[0]
     return number
 
 
-def compare(run_dir: Path, rows: Mapping[tuple[str, int], Row], kept: Callable[[float], float]) -> None:
+def compare(run_dir: Path, rows: Mapping[tuple[str, int], Row], kept: Callable[[float], float] = float) -> None:
     """Every number of every line of ``metrics.jsonl`` is in the logger's rows, and there is no row beside them.
 
     Args:
         run_dir: the run folder.
         rows: what the logger has.
-        kept: what the logger makes of a number.
+        kept: what the logger makes of a number; W&B keeps the digits that ``metrics.jsonl`` has.
     """
     entries = read_metrics(run_dir)
     assert entries

@@ -229,10 +229,10 @@ def summary(run_dir: Path) -> dict[str, Any]:
     return value
 
 
-def wait_until(condition: Any, what: str, timeout: float = TIMEOUT_SECONDS) -> None:
-    """Poll ``condition`` until it is true."""
+def wait_until(condition: Any, what: str, timeout: float = TIMEOUT_SECONDS, every: float = 0.05) -> None:
+    """Poll ``condition`` until it is true; all times in seconds."""
     end = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > end:
             raise TimeoutError(f"{what}: not within {timeout} s")
-        time.sleep(0.05)
+        time.sleep(every)

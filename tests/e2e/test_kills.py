@@ -7,24 +7,35 @@ of a run that nobody has disturbed.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
-import json
 import os
+import pickle
 import random
 import signal
 import sys
 import time
+import traceback
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+from deepzero.checkpoint import async_save, shard_file
 from deepzero.checkpoint import checkpoint_dir as folders
 from deepzero.checkpoint.verify import verify as check_all
+from deepzero.comm import process_group
+from deepzero.health import hang_report
+from tests.distributed.pool import ready_to_fork
+from tests.distributed.training import make_model, one_step, start
 from tests.e2e import runs
-from tests.e2e.kill_program import DONE, FAILED, KEEP_LAST
 from tests.e2e.runs import SOON
 
-PROGRAM = str(runs.ROOT / "tests" / "e2e" / "kill_program.py")
+DONE, WRONG, FAILED = 0, 3, 4
+"""How a rank ends by itself; WRONG: a checkpoint has given other bits than were saved."""
+SAVE_EVERY = 3
+KEEP_LAST = 2
 
 
 @dataclasses.dataclass
@@ -34,7 +45,6 @@ class Line:
     world: int
     precision: str
     folder: Path
-    reference: Path
     until: int
     files: Path | None = None  # where optimizer states, and stage 3's parameters, lie in files
     generation: int = 0
@@ -44,6 +54,175 @@ class Line:
     @property
     def checkpoints(self):
         return self.folder / f"checkpoints{self.generation}"
+
+    @property
+    def reference(self):
+        """Losses and hashes of the undisturbed run, by step."""
+        return self.folder / "reference.pickle"
+
+    def engine(self, stage):
+        zero = {}
+        if self.files is not None:
+            files = {"device": "nvme", "nvme_path": str(self.files)}
+            zero["offload_optimizer"] = {**files, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+            zero |= {"offload_param": files} if stage == 3 else {}
+        comm = {"timeout_seconds": 60}
+        return start(make_model(), stage=stage, bucket=900, precision=self.precision, comm=comm, zero=zero)
+
+
+# ---- what a rank does ------------------------------------------------------------------------------------------------
+
+
+class Wrong(Exception):
+    """Other bits than the reference's."""
+
+
+def undisturbed(line, rank, here):
+    """The run that lives are compared with."""
+    engine, losses, hashes = line.engine(2), {}, {}
+    for step in range(line.until):
+        losses[step + 1] = one_step(engine, rank, line.world, step).loss
+        hashes[step + 1] = engine.params_sha256()
+    if rank == 0:
+        line.reference.write_bytes(pickle.dumps((losses, hashes)))
+    engine.destroy()
+
+
+def live(line, rank, here, stage, slowness):
+    """Go on from the newest checkpoint, compare with the reference, train and save."""
+    losses, hashes = pickle.loads(line.reference.read_bytes())
+    engine = line.engine(stage)
+    (here / f"joined{rank}").touch()
+    slow_disk(slowness)
+    if folders.latest_tag(line.checkpoints) is not None:
+        _, client = engine.load_checkpoint(line.checkpoints)
+        if (engine.global_steps, engine.params_sha256()) != (client["step"], hashes[client["step"]]):
+            raise Wrong(f"loaded step {engine.global_steps} where step {client['step']} was saved, or other bits")
+    (here / f"loaded{rank}").touch()
+    while (step := engine.global_steps + 1) <= line.until:
+        if (loss := one_step(engine, rank, line.world, step - 1).loss) != losses[step]:
+            raise Wrong(f"step {step}: loss {loss}")
+        if step % SAVE_EVERY == 0:  # by turns in the background and not
+            behind = step // SAVE_EVERY % 2 == 0
+            engine.save_checkpoint(
+                line.checkpoints, f"step_{step}", {"step": step}, asynchronous=behind, keep_last=KEEP_LAST
+            )
+    engine.wait_for_checkpoint()
+    engine.destroy()
+
+
+def slow_disk(seconds):
+    """Writing takes its time, and so does everything around a commit: there are instants to be killed at."""
+    put, replace, flush = shard_file.put, Path.replace, folders.flush_folder
+
+    def slow_put(file, view):
+        put(file, view[: len(view) // 2])
+        time.sleep(seconds / 40)
+        put(file, view[len(view) // 2 :])
+
+    def slow_replace(self, target):
+        time.sleep(seconds / 20)
+        moved = replace(self, target)
+        time.sleep(seconds / 20)
+        return moved
+
+    def slow_flush(path):
+        time.sleep(seconds / 20)
+        flush(path)
+
+    # Those who can wait have thirty seconds, and three.
+    async_save.GONE_SECONDS, async_save.BEAT_SECONDS, hang_report.ROLL_CALL_SECONDS = 2.0, 0.5, 1.0
+    shard_file.put, folders.flush_folder = slow_put, slow_flush
+    Path.replace = slow_replace
+
+
+def born(act, line, rank, here, *given):
+    """A process of its own; it ends as a program does, with what is registered for its end."""
+    log = os.open(here / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(line.world))
+    os.environ["DEEPZERO_LAUNCH_FOLDER"] = str(here)
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    status = DONE
+    try:
+        act(line, rank, here, *given)
+        process_group.shutdown()
+    except BaseException as error:
+        traceback.print_exc()
+        status = WRONG if isinstance(error, Wrong) else FAILED
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+# ---- lives, and how they end -----------------------------------------------------------------------------------------
+
+
+class Lives:
+    """One life after another; each rank is a copy of a process that has imported everything."""
+
+    def __init__(self, folder):
+        self.folder, self.count, self.ranks = folder, 0, []
+
+    def begin(self, act, line, *given):
+        """The ranks of the next life; where they meet, leave signs of life, and print."""
+        for rank in self.ranks:
+            rank.close()  # it has ended
+        self.count += 1
+        self.here = self.folder / f"life{self.count}"
+        self.here.mkdir()
+        context, numbers = ready_to_fork(), range(line.world)
+        self.ranks = [
+            context.Process(target=born, args=(act, line, number, self.here, *given), daemon=True) for number in numbers
+        ]
+        for rank in self.ranks:
+            rank.start()
+        return self.ranks
+
+    def ended(self):
+        return [rank for rank in self.ranks if rank.exitcode is not None]
+
+    def all_have(self, sign):
+        return len(list(self.here.glob(f"{sign}[0-9]"))) == len(self.ranks)
+
+    def until(self, condition, what, timeout=SOON + 10):
+        try:
+            runs.wait_until(condition, what, timeout, every=0.002)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.printed()}") from None
+
+    def until_all_ended(self, timeout=SOON + 10):
+        self.until(lambda: len(self.ended()) == len(self.ranks), "the end of those who were not killed", timeout)
+
+    def printed(self):
+        return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in sorted(self.here.glob("rank*.txt")))
+
+
+@pytest.fixture
+def lives(tmp_path):
+    """No rank outlives the test."""
+    lives = Lives(tmp_path)
+    yield lives
+    for rank in lives.ranks:
+        rank.kill()
+        rank.join()
+
+
+def make_line(lives, world, precision, until, in_files=False):
+    """A line of lives, and the undisturbed run that they are compared with."""
+    line = Line(world, precision, lives.folder / f"{precision}-{world}", until)
+    line.folder.mkdir()
+    if in_files:
+        line.files = line.folder / "files"
+        line.files.mkdir()
+    ranks = lives.begin(undisturbed, line)
+    lives.until_all_ended(100)
+    assert {rank.exitcode for rank in ranks} == {DONE}, lives.printed()
+    return line
 
 
 @dataclasses.dataclass
@@ -58,132 +237,48 @@ class Tally:
     left_behind: int = 0  # folders of interrupted saves that lay there after a kill
 
 
-class Zygote:
-    """The process that forks the ranks; see kill_program.py."""
-
-    def __init__(self, command, folder):
-        self.command, self.folder = command, folder
-        self.lives, self.ended, self._read, self._pids = 0, {}, 0, []
-        (folder / "logs").mkdir()
-        (folder / "jobs").touch()
-        runs.wait_until((folder / "events").exists, "the imports")
-
-    def begin(self, **job):
-        """Fork a life's ranks."""
-        self.lives += 1
-        meeting = self.folder / f"meeting-{self.lives}"
-        meeting.mkdir()
-        self._pids, self.ended = [], {}
-        self._hand({**job, "life": self.lives, "meeting": str(meeting), "logs": str(self.folder / "logs")})
-        self.until(lambda: bool(self._pids), "a birth")
-        return self._pids
-
-    def end(self):
-        self._hand({"end": True})
-
-    def until(self, condition, what, timeout=SOON + 10):
-        """Take note of events until ``condition`` is true."""
-        deadline = time.monotonic() + timeout
-        while not condition():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{what}: not within {timeout} s\n{self.logs()}")
-            assert self.command.process.poll() is None
-            lines = (self.folder / "events").read_text().splitlines(keepends=True)
-            for line in (line for line in lines[self._read :] if line.endswith("\n")):
-                self._read += 1
-                event = json.loads(line)
-                self._pids = event.get("pids", self._pids)
-                if "ended" in event:
-                    self.ended[event["ended"]] = event["status"]
-            time.sleep(0.002)
-
-    def logs(self):
-        """What the ranks of this life have printed."""
-        files = sorted((self.folder / "logs").glob(f"life{self.lives}-*"))
-        return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in files)
-
-    def _hand(self, job):
-        with (self.folder / "jobs").open("a") as file:
-            file.write(json.dumps(job) + "\n")
-
-
-@pytest.fixture
-def zygote(tmp_path):
-    arguments = [sys.executable, "-W", "error", PROGRAM, str(tmp_path / "jobs"), str(tmp_path / "events")]
-    (tmp_path / "jobs").touch()
-    with runs.started(arguments, tmp_path) as command:
-        zygote = Zygote(command, tmp_path)
-        yield zygote
-        zygote.end()
-        done = command.wait()
-        assert done.status == 0, done.err
-
-
-def make_line(zygote, world, precision, until, in_files=False):
-    """A line of lives, and the undisturbed run that they are compared with."""
-    folder = zygote.folder / f"{precision}-{world}"
-    folder.mkdir()
-    line = Line(world, precision, folder, folder / "reference.json", until)
-    if in_files:
-        line.files = folder / "files"
-        line.files.mkdir()
-    record, files = str(line.reference), str(line.files or "")
-    pids = zygote.begin(
-        world=world, precision=precision, stage=2, until=until, folder=str(folder), record=record, files=files
-    )
-    zygote.until(lambda: len(zygote.ended) == len(pids), "the reference", 100)
-    assert set(zygote.ended.values()) == {DONE}, zygote.logs()
-    return line
-
-
 def saving(folder):
     return any(folder.glob(f"{folders.SAVING}*"))
 
 
-def one_life(zygote, line, chance, tally):
+def one_life(lives, line, chance, tally):
     """A life, its end, and what it leaves."""
-    alive = line.folder / f"alive{zygote.lives}"
-    alive.mkdir()
-    pids = zygote.begin(
-        world=line.world, precision=line.precision, stage=chance.choice([1, 2, 3]), until=line.until,
-        folder=str(line.checkpoints), reference=str(line.reference), alive=str(alive), slow=chance.uniform(0.05, 0.3),
-        files=str(line.files or ""),
-    )  # fmt: skip
+    lives.begin(live, line, chance.choice([1, 2, 3]), chance.uniform(0.05, 0.3))
     if tally.kills % 3 == 0:  # in a save, as soon as there is one
-        zygote.until(lambda: saving(line.checkpoints) or zygote.ended, "a save")
+        lives.until(lambda: saving(line.checkpoints) or lives.ended(), "a save")
         time.sleep(chance.uniform(0.0, 0.25))
     elif tally.kills % 3 == 1:  # training, saving or between
-        zygote.until(lambda: len(list(alive.glob("loaded*"))) == line.world or zygote.ended, "the first step")
+        lives.until(lambda: lives.all_have("loaded") or lives.ended(), "the first step")
         time.sleep(chance.uniform(0.0, 0.8))
     else:  # at any time from the fork on: it joins, loads, trains
         time.sleep(chance.uniform(0.0, 0.8))
-    tally.after_load += line.newest > 0 and len(list(alive.glob("loaded*"))) == line.world
-    kill(zygote, line, pids, chance, tally, joined=len(list(alive.glob("joined*"))) == line.world)
-    look_from_outside(line, tally, zygote)
+    tally.after_load += line.newest > 0 and lives.all_have("loaded")
+    kill(lives, line, chance, tally)
+    look_from_outside(line, tally, lives)
 
 
-def kill(zygote, line, pids, chance, tally, joined):
+def kill(lives, line, chance, tally):
     """SIGKILL to some of the ranks; the others end by themselves."""
     # Who waits at the store for a rank that has not come yet has nobody to miss; a launcher would end it.
-    victims = chance.choice([pids, pids[:1], pids[-1:]]) if joined else pids
+    ranks = lives.ranks
+    victims = chance.choice([ranks, ranks[:1], ranks[-1:]]) if lives.all_have("joined") else ranks
     before = saving(line.checkpoints)
-    for pid in victims:
-        if pid not in zygote.ended:
-            os.kill(pid, signal.SIGKILL)
+    for rank in victims:
+        rank.kill()
     tally.during_save += before and saving(line.checkpoints)
     tally.kills += 1
     began = time.monotonic()
-    zygote.until(lambda: len(zygote.ended) == len(pids), "the end of those who were not killed")
-    if survivors := [pid for pid in pids if pid not in victims]:
+    lives.until_all_ended()
+    if survivors := [rank for rank in ranks if rank not in victims]:
         tally.alone += len(survivors)
         tally.slowest = max(tally.slowest, time.monotonic() - began)
         assert time.monotonic() - began < SOON
-    for pid, status in zygote.ended.items():
-        expected = {-signal.SIGKILL, DONE} if pid in victims else {FAILED, DONE}
-        assert status in expected, f"status {status}\n{zygote.logs()}"
+    for rank in ranks:
+        expected = {-signal.SIGKILL, DONE} if rank in victims else {FAILED, DONE}
+        assert rank.exitcode in expected, f"status {rank.exitcode}\n{lives.printed()}"
 
 
-def look_from_outside(line, tally, zygote):
+def look_from_outside(line, tally, lives):
     """What the folder holds: whole checkpoints, the newest named, and little else."""
     folder = line.checkpoints
     assert line.files is None or list(line.files.iterdir()) == []
@@ -195,7 +290,7 @@ def look_from_outside(line, tally, zygote):
         verify(folder / tag)
     if (latest := folders.latest_tag(folder)) is not None:
         newest = verify(folders.find(folder, None))
-        assert newest >= line.newest, zygote.logs()
+        assert newest >= line.newest, lives.printed()
         line.newest = newest
     assert latest is not None or line.newest == 0, "once there was a checkpoint"
     names, hidden = [path.name for path in folder.iterdir()], (folders.SAVING, folders.REPLACED, folders.DELETING)
@@ -218,10 +313,10 @@ def verify(path):
     return report.manifest.counters["global_steps"]
 
 
-def kills(zygote, lines, count, seed):
+def kills(lives, lines, count, seed):
     tally, chance = Tally(), random.Random(seed)
     while tally.kills < count:
-        one_life(zygote, lines[tally.kills // 3 % len(lines)], chance, tally)
+        one_life(lives, lines[tally.kills // 3 % len(lines)], chance, tally)
     print(tally)
     return tally
 
@@ -233,9 +328,9 @@ THREE = ((2, "bf16"), (2, "fp32"), (1, "bf16"))
 @pytest.mark.parametrize(("lines", "count"), [
     pytest.param(THREE[:1], 3, marks=pytest.mark.slow), pytest.param(THREE[:2], 50, marks=pytest.mark.exhaustive)
 ], ids=["three", "fifty"])  # fmt: skip
-def test_kills_with_states_in_files(zygote, lines, count):
+def test_kills_with_states_in_files(lives, lines, count):
     """What was saved is there as ever, and of the files nothing."""
-    kills(zygote, [make_line(zygote, *place, 60, in_files=True) for place in lines], count, 3)
+    kills(lives, [make_line(lives, *place, 60, in_files=True) for place in lines], count, 3)
 
 
 @pytest.mark.timeout(1500)
@@ -244,6 +339,6 @@ def test_kills_with_states_in_files(zygote, lines, count):
     pytest.param(THREE[1:2], 60, 12, 2, 3, 0, marks=pytest.mark.exhaustive),
     pytest.param(THREE, 150, 200, 1, 60, 60, marks=pytest.mark.exhaustive),
 ], ids=["four", "twelve", "two hundred"])  # fmt: skip
-def test_kills(zygote, lines, until, count, seed, during_save, after_load):
-    tally = kills(zygote, [make_line(zygote, *place, until) for place in lines], count, seed)
+def test_kills(lives, lines, until, count, seed, during_save, after_load):
+    tally = kills(lives, [make_line(lives, *place, until) for place in lines], count, seed)
     assert tally.during_save >= during_save and tally.after_load >= after_load

@@ -55,21 +55,6 @@ def checkpoints(run_dir):
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name not in beside)
 
 
-def stop_with_sigterm(command_line, cwd):
-    """SIGTERM in the middle; returns the step after which the run has left, which a checkpoint must hold."""
-    run_dir = cwd / "run"
-    with runs.started(command_line, cwd) as command:
-        far_enough(run_dir, 15)
-        command.process.terminate()
-        done = command.wait(SOON)
-    step = runs.steps_taken(run_dir)
-    assert 15 <= step < STEPS
-    assert f"stopped after step {step}; saved\n" in done.out
-    assert f"saved after step {step}; to go on: " in (done.out if "torch.distributed.run" in command_line else done.err)
-    assert f"step_{step:08d}" in checkpoints(run_dir) and len(checkpoints(run_dir)) == 2
-    return done, step
-
-
 def interrupt(command, run_dir, send, number):
     """A signal some steps later, and all that is told of it; returns the end, its step, and what stderr began with."""
     far_enough(run_dir, runs.steps_taken(run_dir) + 5)
@@ -118,28 +103,28 @@ def test_killed_stopped_and_interrupted_a_run_keeps_its_bits(reference, tiny, tm
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "overrides",
-    [["zero.stage=0"], ["zero.stage=1", "precision=bf16", "train.save_async=false"], ["zero.stage=3"]],
-    ids=["stage 0, fp32", "stage 1, bf16, waiting for each save", "stage 3, fp32"],
-)
-def test_every_stage_goes_on(overrides, reference, tiny, tmp_path):
-    arguments = [*tiny, *LONG, *overrides]
-    stop_with_sigterm(training(*arguments, "profiler=torch", "profiler.active=60"), tmp_path)
-    assert len(list((tmp_path / "run").glob("traces/*.pt.trace.json"))) == 1, "of the steps up to there"
-    assert runs.train(*arguments, cwd=tmp_path).status == 0
-    assert runs.trajectory(tmp_path / "run") == runs.trajectory(reference(*overrides))
-
-
-@pytest.mark.exhaustive
-def test_sigterm_to_torchrun(reference, tiny, tmp_path):
-    command_line = training(*tiny, *LONG, *STAGE_2, by=TORCHRUN)
-    done, step = stop_with_sigterm(command_line, tmp_path)
-    assert done.status != 0  # torchrun's own
-    assert runs.summary(tmp_path / "run")["error"] == "stopped by SIGTERM"
-    done = runs.finished(command_line, tmp_path)
-    assert done.status == 0, done.err
-    assert f"going on after step {step}" in done.out
-    assert runs.trajectory(tmp_path / "run") == runs.trajectory(reference(*STAGE_2))
+    ("overrides", "by"),
+    [(["zero.stage=0"], None), (["zero.stage=1", "precision=bf16", "train.save_async=false"], None),
+     (["zero.stage=3"], None), (STAGE_2, TORCHRUN)],
+    ids=["stage 0, fp32", "stage 1, bf16, waiting for each save", "stage 3, fp32", "torchrun"],
+)  # fmt: skip
+def test_sigterm_in_the_middle_and_the_same_command_again(overrides, by, reference, tiny, tmp_path):
+    run_dir, arguments = tmp_path / "run", [*tiny, *LONG, *overrides]
+    with runs.started(training(*arguments, "profiler=torch", "profiler.active=60", by=by), tmp_path) as command:
+        far_enough(run_dir, 15)
+        command.process.terminate()
+        done = command.wait(SOON)
+    step = runs.steps_taken(run_dir)
+    assert done.status != 0 and 15 <= step < STEPS
+    assert f"stopped after step {step}; saved\n" in done.out
+    assert f"saved after step {step}; to go on: " in (done.out if by else done.err)
+    assert f"step_{step:08d}" in checkpoints(run_dir) and len(checkpoints(run_dir)) == 2
+    assert runs.summary(run_dir)["error"] == "stopped by SIGTERM"
+    assert len(list(run_dir.glob("traces/*.pt.trace.json"))) == 1, "of the steps up to there"
+    strict = {} if by else {"PYTHONWARNINGS": "error"}  # torchrun has warnings of its own
+    done = runs.finished(training(*arguments, by=by), tmp_path, **strict)
+    assert done.status == 0 and f"going on after step {step}" in done.out, done.err
+    assert runs.trajectory(run_dir) == runs.trajectory(reference(*overrides))
 
 
 @pytest.mark.exhaustive

@@ -1,13 +1,14 @@
-"""The book: one order of chapters, one form for each, figures and commands that are there, sources shown whole."""
+"""The book: one order of chapters, one form for each, figures that follow from a plan, sources shown whole."""
 
 import ast
 import re
+import shlex
 from html import unescape
 
 import pytest
 
-from tests.unit.test_docs import DOCS, ROOT, text
-from tools import walk
+from tests.unit.test_docs import DOCS, PAGES, ROOT, fenced, text
+from tools import plan, walk
 from tools.book.annotate import Annotated, document
 from tools.measure_house import reading_path
 
@@ -22,9 +23,10 @@ def without_blocks(page):
     return re.sub(r"^```.*?^```|<!--.*?-->", "", page, flags=re.M | re.S)
 
 
-def test_index_site_and_readme_have_one_order():
+def test_index_site_and_readme_have_one_order_of_all_pages():
     index = re.findall(r"\]\((\w+)\.md\)", text(DOCS / "index.md"))
-    assert list(dict.fromkeys(index)) == NAV[1:]
+    assert ["index", *dict.fromkeys(index)] == NAV
+    assert sorted(NAV) == sorted(page.stem for page in DOCS.glob("*.md"))
     section = re.search(r"^## The book\n.*?(?=^## )", text(ROOT / "README.md"), re.M | re.S)
     readme = re.findall(r"\]\(docs/(\w+)\.md\)", section[0])
     assert [name for name in readme if name != "index"] == SPINE
@@ -47,21 +49,54 @@ def test_a_chapter_has_its_form(name):
     assert 5 <= len(pointers) <= 12
 
 
-def test_the_chapters_are_short_and_their_lines_too():
+def test_the_chapters_are_short():
     words = {name: len(without_blocks(text(DOCS / f"{name}.md")).split()) for name in SPINE}
     assert sum(words.values()) <= 12_000, words
-    lines = [(name, line) for name in SPINE for line in text(DOCS / f"{name}.md").splitlines() if line[:1] != "|"]
-    long = [f"{name}: {line[:60]} …" for name, line in lines if len(line) > 160]
-    assert not long
 
 
-def test_figures_exist_and_are_shown():
-    pages = "\n".join(text(page) for page in DOCS.glob("*.md"))
-    shown = set(re.findall(r"!\[[^\]]+\]\(([\w/.]+)\)", pages))
-    assert {name for name in shown if not (DOCS / name).is_file()} == set()
-    # A comment keeps the place of a figure that is still to be linked.
-    kept = {f"figures/{name}.svg" for name in re.findall(r"<!-- figure: (\w+) -->", pages)}
-    assert {f"figures/{path.name}" for path in (DOCS / "figures").iterdir()} <= shown | kept
+def test_lines_are_short():
+    """But rows of tables, which wrap where they are shown, and pages that a benchmark has written."""
+    pages = [page for page in PAGES if page.parent.name != "benchmarks"]
+    lines = [(page.name, line) for page in pages for line in text(page).splitlines() if line[:1] != "|"]
+    assert [(page, line) for page, line in lines if len(line) > 160] == []
+
+
+def planned(command, capsys):
+    """What ``python -m tools.plan …`` prints."""
+    assert plan.main(shlex.split(command.partition("tools.plan ")[2])) == 0
+    return capsys.readouterr().out
+
+
+def test_the_plan_in_the_chapter_on_stage_3(capsys):
+    chapter = text(DOCS / "stage3.md")
+    printed = planned(re.search(r"run it:\* `([^`]+)`", chapter)[1], capsys)
+    quoted = next(block for block in fenced(DOCS / "stage3.md") if "prefetch at wte" in block)
+    assert {line.strip() for line in quoted.splitlines()} <= {line.strip() for line in printed.splitlines()}
+    for figure in ("328.4 MB", "482.8 MB"):
+        assert figure in printed and figure in chapter
+    assert "2.625 Ψ" in printed and "2.625 Ψ" in chapter
+    # The same model in the comment of its experiment, stage 2 on 8 GPUs: the paper's form, and with fp32 sums.
+    numel = int(re.search(r"([\d,]+) parameters", printed)[1].replace(",", ""))
+    comment = text(ROOT / "configs/experiment/gpt2_1_3b.yaml")
+    for form in (2 + 14 / 8, 2 + 16 / 8):
+        assert f"{form * numel / 1e9:.2f} GB" in comment
+
+
+@pytest.mark.slow
+def test_the_bytes_between_nodes_in_the_chapter_on_bytes(capsys):
+    """In GB: gather forward, gather backward, reduction (with MiCS also what is published)."""
+    page = "\n".join(fenced(DOCS / "zeropp.md")).replace("\\\n", " ")
+    rows = re.findall(
+        r"^\| (?:stage 3|qwZ|hpZ|qgZ|all three|MiCS)[^|]*\|(.*?\|.*?\|.*?)\|", text(DOCS / "communication.md"), re.M
+    )
+    commands = re.findall(r"^python -m tools.plan .*", page, re.M)
+    assert len(commands) == len(rows) == 6
+    for command, row in zip(commands, rows, strict=True):
+        found = re.findall(
+            r"(?:gather_|reduce_|publish_)\S+ +\d+ +\S+ [kMG]?B +(?:(\S+) ([MG])B)?", planned(command, capsys)
+        )
+        sent = [round(float(number) / (1000 if unit == "M" else 1), 3) for number, unit in found if number and unit]
+        assert sorted(sent) == sorted(float(n) for n in re.findall(r"[\d.]+", row) if float(n)), command
 
 
 @pytest.mark.parametrize("path", reading_path(ROOT))

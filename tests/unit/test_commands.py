@@ -64,7 +64,7 @@ ELSEWHERE = {
     "python -m deepzero.compat -m accelerate.commands.launch --use_deepspeed --num_processes 2 "
     + ACCELERATE_LOOP.rpartition("compat ")[2]: "tests/compat/test_accelerate.py",
     "python -m tools.plan model=gpt2_1_3b zero.stage=3 train_micro_batch_size_per_gpu=1 --ranks 8 --moves 12": (
-        "tests/unit/test_chapters.py"
+        "tests/unit/test_book.py"
     ),
 }
 """What another test runs."""

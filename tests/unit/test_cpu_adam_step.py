@@ -20,7 +20,7 @@ from deepzero.runtime.optimizer_state import moment_bytes
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.zero.optimizer_shard import OptimizerShard
 from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
-from tests.unit.test_cpu_adam import COMPILED, gradients, leaves, same
+from tests.unit.test_cpu_adam import COMPILED, gradients, leaves, of_torch, same
 
 BF16 = torch.bfloat16
 
@@ -322,9 +322,7 @@ class TestCompiled:
 @pytest.mark.parametrize("mode", [{}, {"adamw_mode": False, "weight_decay": 0.1}], ids=str)
 def test_parameters_on_a_gpu_get_torchs_bits(mode):
     mine, theirs = ([p.detach().cuda().requires_grad_() for p in leaves(7, 1000)] for _ in range(2))
-    settings = {"weight_decay": 0.0, **mode}
-    cls = torch.optim.AdamW if settings.pop("adamw_mode", True) else torch.optim.Adam
-    ours, torchs = CPUAdam(mine, **mode), cls(theirs, fused=True, **settings)
+    ours, torchs = CPUAdam(mine, **mode), of_torch(theirs, mode)
     out = [torch.empty_like(p, dtype=BF16) for p in mine]
     for step in range(3):
         grads = [grad.cuda().bfloat16() for grad in gradients(leaves(7, 1000), step)]

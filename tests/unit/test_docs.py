@@ -11,16 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepzero.config.deepspeed_json import load_engine_config
-from deepzero.config.deepspeed_keys import (
-    BY_PRESENCE,
-    DOTTED,
-    MOOT,
-    NOT_IMPLEMENTED,
-    NVME_ALONE,
-    SATISFIED,
-    STEERING,
-    SWITCHED_OFF,
-)
+from deepzero.config.deepspeed_keys import DOTTED, MOOT, NOT_IMPLEMENTED, NVME_ALONE, SATISFIED, STEERING, SWITCHED_OFF
 from deepzero.config.engine import EngineConfig
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
@@ -197,19 +188,12 @@ def quoted_in(paragraph):
     return re.findall(r"`(\w+)`", re.search(rf"^\*{paragraph}\*.*?\n\n", text(CONFIG), re.S | re.M)[0])
 
 
-def test_blocks_may_be_switched_off_and_refused_keys_are_refused():
+def test_keys_that_ask_for_nothing_or_are_refused_are_listed():
     assert quoted_in("Switched off") == [*SWITCHED_OFF, "activation_checkpointing"]
     dotted = re.search(r"^\*Dotted\*.*?\n\n", text(CONFIG), re.S | re.M)[0]
     assert re.findall(r"`([\w.]+)`", dotted) == [*DOTTED]
     assert quoted_in("Moot") == [path.rpartition(".")[2] for path in MOOT] + [*NVME_ALONE]
     assert quoted_in("Refused") == [path.rpartition(".")[2] for path in NOT_IMPLEMENTED]
-    for place in NOT_IMPLEMENTED:
-        with pytest.raises(ConfigError, match=f"'{place}' is a DeepSpeed key that deepzero does not implement"):
-            load_engine_config({"train_batch_size": 4, **nested(place, {} if place in BY_PRESENCE else "asked for")})
-        if place not in BY_PRESENCE:
-            load_engine_config({"train_batch_size": 4, **nested(place, {})})
-    with pytest.raises(ConfigError, match="unknown config key"):
-        load_engine_config({"train_batch_size": 4, "no_such_key": {}})
 
 
 def test_schedules_with_their_parameters():
@@ -227,11 +211,3 @@ def test_schedules_with_their_parameters():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_pointers_resolve(page):
     resolve(prose(page), page)
-
-
-def test_the_book_has_every_page_and_no_other():
-    listed = re.findall(r"^ +- .*: (\S+\.md)$", text(ROOT / "mkdocs.yml"), re.M)
-    assert listed[0] == "index.md"
-    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
-    linked = {"index.md", *re.findall(r"\]\(([^)#]+\.md)", text(DOCS / "index.md"))}
-    assert linked == set(listed)

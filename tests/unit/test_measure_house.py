@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -81,9 +79,3 @@ def test_above_a_budget_the_status_is_1(tmp_path, capsys, monkeypatch) -> None:
 def test_the_reading_path_is_named_in_the_readme() -> None:
     assert 14 <= len(reading_path(ROOT)) <= 16
     assert all((ROOT / name).is_file() for name in reading_path(ROOT))
-
-
-@pytest.mark.exhaustive
-def test_borders_are_kept() -> None:
-    done = subprocess.run([Path(sys.executable).with_name("lint-imports")], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout

@@ -7,6 +7,7 @@ import torch
 
 from deepzero.config.strict import ConfigError
 from deepzero.runtime.elementwise_check import borrowed, check_elementwise, settings_of
+from tests.unit.test_optimizer_state import ALL as OF_TORCH
 
 optim = torch.optim
 
@@ -94,23 +95,10 @@ class Wrapper(optim.Optimizer):
 
 
 ELEMENTWISE = {
-    "Adam": lambda p: optim.Adam(p, weight_decay=0.1),
-    "AdamW-fused": lambda p: optim.AdamW(p, fused=True),
-    "AdamW-foreach-amsgrad": lambda p: optim.AdamW(p, foreach=True, amsgrad=True),
+    **{name: make for name, make in OF_TORCH.items() if name != "Drifting"},
     "AdamW-lr-0": lambda p: optim.AdamW(p, lr=0.0),
-    "AdamW-tensor-lr": lambda p: optim.AdamW(p, lr=torch.tensor(1e-8)),
-    "NAdam": optim.NAdam,
-    "RAdam": optim.RAdam,
-    "Adamax": optim.Adamax,
-    "Adadelta": optim.Adadelta,
-    "Adagrad": lambda p: optim.Adagrad(p, initial_accumulator_value=0.1),
+    "AdamW-tiny-tensor-lr": lambda p: optim.AdamW(p, lr=torch.tensor(1e-8)),
     "Adagrad-fused": lambda p: optim.Adagrad(p, fused=True),
-    "RMSprop": lambda p: optim.RMSprop(p, momentum=0.9, centered=True),
-    "Rprop": optim.Rprop,
-    "ASGD": optim.ASGD,
-    "SGD": optim.SGD,
-    "SGD-fused-nesterov": lambda p: optim.SGD(p, momentum=0.9, nesterov=True, fused=True, weight_decay=0.1),
-    "SGD-dampening": lambda p: optim.SGD(p, momentum=0.9, dampening=0.5, maximize=True),
     "custom": Custom,
 }
 

@@ -20,6 +20,7 @@ from deepzero.runtime.optimizer_state import allocate_state, moment_bytes
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.per_tensor import plan_whole_parameters
 from tests.unit.test_optimizer_trial import GlobalClip, LayerNorm
+from tests.unit.test_optimizer_trial import model_weights as weights
 
 optim = torch.optim
 
@@ -64,10 +65,6 @@ class TestLayout:
     def test_ten_thousand_ranks(self):
         layout = plan_whole_parameters([100 * 100] * 25_000, 10_000, 10**9)
         assert layout.shard_numel == 3 * round_up(100 * 100, ALIGN)
-
-
-def weights():
-    return [torch.linspace(-1.0, 1.0, 12).reshape(3, 4).requires_grad_(), torch.ones(4, requires_grad=True)]
 
 
 class TestTrial:

@@ -1,11 +1,14 @@
-"""``tools.plan``, ``tools.simulate``, ``tools.advise`` from the command line: what is said, and odd input."""
+"""``tools.plan``, ``tools.simulate``, ``tools.advise`` from the command line: what is said, odd input, large worlds."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.e2e import runs
 from tools import advise, plan, simulate
 
 TINY = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.block_size=16"]
@@ -124,7 +127,6 @@ def test_a_wrong_rank_ends_with_its_own_status(folder, capsys):
     (plan, ["--program", "mine.py:reads"], "this model reads values while it runs, so"),
     (plan, ["--program", "mine.py:chooses"], "this model reads values while it runs, so"),
     (simulate, ["--cluster", "h200"], "cluster=h200: there are h100"),
-    (simulate, ["--cluster", "h100,flops=x"], "flops=x is no number"),
     (simulate, ["--cluster", "dgx_2h", "--ranks", "24"], "--ranks-per-node 16: does not divide the 24 ranks"),
     (simulate, ["--ranks", "0"], "--ranks 0: there has to be at least one"),
     (simulate, ["--wrong", "3"], "--wrong 3: give RANK:MODULE"),
@@ -153,3 +155,54 @@ def test_what_cannot_be_used_is_one_message_and_nothing_is_written(folder, capsy
     captured = capsys.readouterr()
     assert said in captured.err and (tool is simulate or captured.out == "")
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
+
+
+def test_train_py_prints_a_plan_and_leaves_nothing(tmp_path):
+    done = runs.refused(
+        "plan=true", "zero.stage=3", "model.n_layer=1", "model.block_size=16", "launch.nproc=3", cwd=tmp_path
+    )
+    assert done.status == 0, done.err
+    assert "stage 3" in done.out and "3 ranks on 1 node" in done.out and "one step, in order" in done.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_is_not_for_torchrun(tmp_path):
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = runs.refused("plan=true", cwd=tmp_path, **launcher)
+    assert done.status == 2 and "plan=true starts nothing: run it with python, not with torchrun" in done.err
+    assert not (tmp_path / "outputs").exists()
+
+
+SCALE = """
+import resource, sys
+from tools.simulate import main
+status = main(sys.argv[1:])
+print("peak resident", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+sys.exit(status)
+"""
+"""Reads its own peak: that of all children would be some other test's."""
+
+
+def simulated(words, cwd, timeout):
+    """What a simulation in a process of its own prints, whose memory stays below 4 GB."""
+    environment = {**os.environ, "PYTHONPATH": str(runs.ROOT), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", SCALE, "zero.stage=3", *words]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split("peak resident")[1]) < 4 * 2**30
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_175_billion_parameters_on_1024_ranks(tmp_path):
+    said = simulated(["model=gpt3_175b", "--ranks", "1024", "--check", "0", "--check", "1023"], tmp_path, 240)
+    assert "ranks 0, 1023 rehearsed" in said and "all go the same way" in said
+    assert "1024 ranks, 128 nodes of 8" in said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_a_trillion_parameters_on_4096_ranks(tmp_path):
+    said = simulated(["model=gpt_1t", "--ranks", "4096"], tmp_path, 560)
+    assert "ranks 0, 7, 8, 2048, 4095 rehearsed" in said and "all go the same way" in said

@@ -1,7 +1,6 @@
 """``docs/sources.md``: every pointer resolves, and every number of its errata that can be computed is computed."""
 
 import dataclasses
-import importlib.util
 import json
 import re
 import sys
@@ -26,7 +25,6 @@ from deepzero.runtime.memory_model import Elements, StateSizes, predicted_memory
 from deepzero.runtime.zero.fetch_plan import FetchLimits, ModuleUse, compile_plan
 from deepzero.runtime.zero.parameter_all_gather import FORWARD
 from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER, get_data_parallel_partitions
-from tests.configs.compose import run_config
 from tests.unit import test_docs
 from tests.unit.test_docs import ROOT, names_in, text
 
@@ -34,8 +32,6 @@ PAGE = ROOT / "docs" / "sources.md"
 GB = 1e9
 
 # ---- the page --------------------------------------------------------------------------------------------------------
-
-COMMAND = re.compile(r"`(python (?:-m )?([\w./]+)[^`]*)`")
 
 
 def table(pattern):
@@ -48,14 +44,8 @@ ERRATA = table(r"E-\d\d")
 
 
 def resolve(cell):
-    """Raise where a pointer, command or link of a cell leads nowhere. Returns how many there are."""
-    commands = COMMAND.findall(cell)
-    for command, program in commands:
-        module = (ROOT / program).exists() if "/" in program or program.endswith(".py") else None
-        assert importlib.util.find_spec(program) if module is None else module, command
-        if program == "train.py":
-            assert run_config(*(word for word in command.split()[2:] if word != "-m"))
-    return len(commands) + test_docs.resolve(cell, PAGE)
+    """Raise where a pointer or link of a cell leads nowhere. Returns how many there are, with commands."""
+    return len(re.findall("`python ", cell)) + test_docs.resolve(cell, PAGE)  # which test_commands.py runs or reads
 
 
 @pytest.mark.parametrize("document", ["S1", "S2", "S3", "S4", "S5"])

@@ -96,10 +96,7 @@ CASES = [
     ([ours("wait agreement.all_reduce", 90, 99)], [""]),
     ([ours("H2D bucket 1 (x) offload.parameters_fetch", 5, 20)], ["zero.offload_param.device"]),
     ([ours("D2H bucket 1 (x) offload.gradients_to_host", 50, 60)], ["zero.offload_optimizer.ratio"]),
-    (
-        [ours("D2H offload.activations_to_host", 5, 20)],
-        ["activation_checkpointing.cpu_checkpointing_min_bytes"],
-    ),
+    ([ours("D2H offload.activations_to_host", 5, 20)], ["activation_checkpointing.cpu_checkpointing_min_bytes"]),
     ([ours("step bucket 1 (x)", 82, 98)], ["zero.offload_optimizer.delayed_update"]),
     ([ours("step bucket 1 (x) delayed", 82, 98) | {"tid": 5}], []),
     # A hundredth of the step is not worth a word.
