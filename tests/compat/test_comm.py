@@ -62,9 +62,8 @@ def collectives(rank, world):
         comm.broadcast_object_list(words, src=1)
         comm.barrier()
         assert utilities._get_data_parallel_world_size() == comm.get_world_size() == world
-        assert (
-            utilities.get_model_parallel_rank() == 0 and utilities._get_data_parallel_group() is comm.get_world_group()
-        )
+        assert utilities._get_data_parallel_group() is comm.get_world_group()
+        assert utilities.get_model_parallel_rank() == 0
     return whole.tolist(), mine.item(), ones.tolist(), words[0], words[1]["two"].item()
 
 

@@ -114,10 +114,8 @@ def test_weights_of_a_checkpoint_into_parameters_of_stage_3(rank, world, gathere
 def test_gradients_accumulate_in_any_dtype(rank, world, stage, precision, dtype):
     engine = start(make_model(), stage=stage, precision=precision, data_types={"grad_accum_dtype": dtype})
     one_step(engine, rank, world)
-    assert (
-        engine.was_step_applied()
-        and engine.zero.dtypes.accumulation == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    )
+    assert engine.was_step_applied()
+    assert engine.zero.dtypes.accumulation == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
 
 
 @on_ranks()
@@ -245,9 +243,8 @@ def test_leaves_by_name():
     model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]))
     inner = model[1]
     assert zero.set_z3_leaf_modules(model, ["torch.nn.modules.container.ModuleList"]) == [inner]
-    assert zero.get_z3_leaf_modules(copy.deepcopy(model)) and zero.unset_z3_leaf_modules(model, [nn.ModuleList]) == [
-        inner
-    ]
+    assert zero.get_z3_leaf_modules(copy.deepcopy(model))
+    assert zero.unset_z3_leaf_modules(model, [nn.ModuleList]) == [inner]
     assert not zero.get_z3_leaf_modules(model) and zero.unset_z3_leaf_modules(model, [nn.Linear]) == []
     assert not utils.set_z3_leaf_modules(model, [nn.Conv2d], False)
     assert zero.set_z3_leaf_modules_by_name(model, ["1", "x"], raise_if_not_found=False) == ([inner], ["x"])

@@ -144,10 +144,8 @@ def main():
         return
     restarts = {"max_restarts": 3} if how in ("again", "never", "pause", "config") else {}
     restarts |= {"on_restart": pause} if how == "pause" else {}
-    arguments, environment = (
-        ("again" if how == "pause" else how, folder),
-        {"OMP_NUM_THREADS": "1", "DEEPZERO_DEVICE": "cpu"},
-    )
+    arguments = ("again" if how == "pause" else how, folder)
+    environment = {"OMP_NUM_THREADS": "1", "DEEPZERO_DEVICE": "cpu"}
     try:
         launcher.launch(here, "misbehave", arguments, nproc=2, environment=environment, **restarts)
     except launcher.Interrupted as error:

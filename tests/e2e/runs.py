@@ -211,11 +211,8 @@ def trajectory(run_dir: Path) -> Any:
     steps, validations = entries(run_dir)
     names = ("step", "loss", "lr", "grad_norm", "grad_norm_clipped", "loss_scale", "skipped", "tokens_seen")
     numbers = [tuple(entry[name] for name in names) for entry in steps]
-    return (
-        numbers,
-        [(e["step"], e["val_loss"], e["tokens_seen"]) for e in validations],
-        summary(run_dir)["params_sha256"],
-    )
+    validated = [(e["step"], e["val_loss"], e["tokens_seen"]) for e in validations]
+    return numbers, validated, summary(run_dir)["params_sha256"]
 
 
 def _refuse(constant: str) -> None:

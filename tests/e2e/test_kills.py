@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import os
 import pickle
 import random
@@ -175,10 +176,8 @@ class Lives:
         self.count += 1
         self.here = self.folder / f"life{self.count}"
         self.here.mkdir()
-        context, numbers = ready_to_fork(), range(line.world)
-        self.ranks = [
-            context.Process(target=born, args=(act, line, number, self.here, *given), daemon=True) for number in numbers
-        ]
+        fork = functools.partial(ready_to_fork().Process, target=born, daemon=True)
+        self.ranks = [fork(args=(act, line, number, self.here, *given)) for number in range(line.world)]
         for rank in self.ranks:
             rank.start()
         return self.ranks

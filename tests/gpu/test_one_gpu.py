@@ -10,7 +10,7 @@ from deepzero.data.loader import batches_on
 from deepzero.device import accelerator_of
 from deepzero.ops import CPUAdam
 from deepzero.zero import GatheredParameters
-from tests.distributed.training import config, make_batch, make_model
+from tests.distributed.training import WHOLE, config, make_batch, make_model
 
 pytestmark = pytest.mark.gpu
 
@@ -23,13 +23,21 @@ def on_the_gpu(monkeypatch):
     process_group.shutdown()
 
 
-def train(steps=10, **changes):
-    engine, *_ = deepzero.initialize(model=make_model(), config=config(gradient_clipping=0, **changes))
-    for step in range(steps):
+def take_steps(engine, until):
+    """Optimizer steps up to this one; their losses."""
+    losses = []
+    for step in range(engine.global_steps, until):
         for k in range(engine.gradient_accumulation_steps()):
             ids, labels = (t.to(engine.device) for t in make_batch(step + 100 * k, 2))
             engine.backward(engine(ids, labels))
             engine.step()
+        losses.append(engine.last_step.loss)
+    return losses
+
+
+def train(**changes):
+    engine, *_ = deepzero.initialize(model=make_model(), config=config(gradient_clipping=0, **changes))
+    take_steps(engine, 10)
     with GatheredParameters(engine.module.parameters()):
         values = [p.detach().clone() for p in engine.module.parameters()]
     return values, engine.params_sha256()
@@ -37,8 +45,7 @@ def train(steps=10, **changes):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_same_bits_as_a_plain_loop(stage):
-    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
-    parameters, _ = train(stage=stage, bucket=1500, overlap=True, zero=zero)
+    parameters, _ = train(stage=stage, bucket=1500, overlap=True, zero=WHOLE if stage == 3 else {})
     plain = make_model().cuda()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
     for step in range(10):
@@ -139,24 +146,16 @@ def test_buckets_and_chaos(precision):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_resume_to_the_bit(stage, asynchronous, tmp_path):
     """The snapshot is queued before the next step's kernels: what is saved is the state of the save."""
-
-    def steps(engine, until):
-        while engine.global_steps < until:
-            ids, labels = (t.to(engine.device) for t in make_batch(engine.global_steps, 2))
-            engine.backward(engine(ids, labels))
-            engine.step()
-        return engine.params_sha256()
-
     settings = config(stage=stage, precision="bf16", bucket=1500)
     engine, *_ = deepzero.initialize(model=make_model(), config=settings)
-    steps(engine, 5)
+    take_steps(engine, 5)
     engine.save_checkpoint(tmp_path, asynchronous=asynchronous)
-    straight = steps(engine, 10)
+    straight = take_steps(engine, 10), engine.params_sha256()
     generator = torch.cuda.get_rng_state(engine.device)
     engine.destroy()
     other, *_ = deepzero.initialize(model=make_model(seed=1), config=settings)
     other.load_checkpoint(tmp_path)
-    assert steps(other, 10) == straight
+    assert (take_steps(other, 10), other.params_sha256()) == straight
     assert torch.equal(torch.cuda.get_rng_state(other.device), generator)
     other.destroy()
 
@@ -176,9 +175,8 @@ class OnTheCpu(torch.optim.Optimizer):
                     twin = param.detach().cpu()
                     # Elementwise state, which the engine may look at; the real one is inside the CPU's optimizer.
                     state["mirror"] = torch.zeros_like(param)
-                    state["inner"] = CPUAdam(
-                        [twin], lr=group["lr"], weight_decay=group["weight_decay"], kernel="chunked"
-                    )
+                    settings = {key: group[key] for key in ("lr", "weight_decay")}
+                    state["inner"] = CPUAdam([twin], kernel="chunked", **settings)
                 inner = state["inner"]
                 twin = inner.param_groups[0]["params"][0]
                 twin.copy_(param)
@@ -186,18 +184,11 @@ class OnTheCpu(torch.optim.Optimizer):
                 param.copy_(twin)
 
 
-def bits_of(settings, optimizer=None, steps=8):
+def bits_of(settings, optimizer=None):
     model = make_model()
     made = optimizer(model.parameters()) if optimizer is not None else None
     engine, *_ = deepzero.initialize(model=model, optimizer=made, config=settings)
-    losses = []
-    for step in range(steps):
-        for k in range(engine.gradient_accumulation_steps()):
-            ids, labels = (t.to(engine.device) for t in make_batch(step + 100 * k, 2))
-            engine.backward(engine(ids, labels))
-            engine.step()
-        losses.append(engine.last_step.loss)
-    found = losses, engine.params_sha256(), engine.report()["memory"], engine.offload_report()
+    found = take_steps(engine, 8), engine.params_sha256(), engine.report()["memory"], engine.offload_report()
     engine.destroy()
     return found
 
@@ -238,10 +229,7 @@ def test_the_arena_is_locked_and_copies_are_counted():
     engine, *_ = deepzero.initialize(model=make_model(), config=offloaded(2, precision="bf16"))
     arena = engine.zero.offload.arena
     assert arena.pinned and all(grad.is_pinned() for grad in engine.zero.optimizer_shard.grads.values())
-    for step in range(3):
-        ids, labels = (t.to(engine.device) for t in make_batch(step, 2))
-        engine.backward(engine(ids, labels))
-        engine.step()
+    take_steps(engine, 3)
     report = engine.offload_report()
     assert {"gradients_to_host", "optimizer_step", "parameters_to_device"} <= set(report)
     assert all(leg["bytes"] > 0 and leg["seconds"] > 0 and 0 <= leg["hidden"] <= 1 for leg in report.values())

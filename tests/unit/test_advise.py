@@ -106,10 +106,8 @@ def test_small_memory_leaves_stage_3_alone():
         compute=2, accumulation=4, moments=8, wire=2, stage=2, overlap=True, micro_batches=1, whole_reduce=False,
         exact=False,
     )  # fmt: skip
-    forms = [
-        sum(predicted_memory(Elements(found.numel), ranks, dataclasses.replace(sizes, stage=stage)).values())
-        for stage in (2, 3)
-    ]
+    of_stages = [dataclasses.replace(sizes, stage=stage) for stage in (2, 3)]
+    forms = [sum(predicted_memory(Elements(found.numel), ranks, given).values()) for given in of_stages]
     assert forms[0] > 0.9 * memory > forms[1]
     assert {option.setting.stage for option in found.options} == {3}
     assert sorted(refused.setting.stage for refused in found.refused) == [0, 1, 2]

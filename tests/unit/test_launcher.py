@@ -67,32 +67,27 @@ def test_ranks_that_do_not_listen_are_killed(received, monkeypatch):
     assert ranks[0].returncode == -signal.SIGKILL
 
 
-def test_a_failure_before_a_signal_is_told(tmp_path, monkeypatch):
-    signals = launcher._Signals()
-    signals.received.append(signal.SIGINT)
-    monkeypatch.setattr(launcher, "_wait", lambda ranks, signals: {1: 3})
-    with pytest.raises(Interrupted, match="SIGINT") as caught:
-        launcher._attempt(tmp_path / "0", {"parent": os.getpid()}, 2, {}, signals)
-    assert "rank 1 ended with exit status 3" in str(caught.value.__cause__)
+LOST, FULL = RuntimeError("Connection closed by peer"), OSError("disk full")
 
 
-def test_a_failure_after_a_signal_is_told(tmp_path, monkeypatch):
-    """The save with which a rank wants to leave; what its neighbour then lost is no news."""
-    signals = launcher._Signals()
-
-    def save(ranks, signals):
+@pytest.mark.parametrize(("codes", "said", "told"), [
+    ({1: 3}, [], "rank 1 ended with exit status 3"),
+    # The save with which a rank wants to leave fails; what its neighbour then lost is no news.
+    ({}, [LOST], None),
+    ({}, [LOST, FULL], "rank 1 failed: OSError: disk full"),
+])  # fmt: skip
+def test_a_failure_beside_a_signal_is_told(codes, said, told, tmp_path, monkeypatch):
+    def wait(ranks, signals):
         signals.received.append(signal.SIGINT)
         for rank, error in enumerate(said):
-            write_report(tmp_path / str(len(said)), describe(error, rank))
-        return {}
+            write_report(tmp_path / "0", describe(error, rank))
+        return codes
 
-    monkeypatch.setattr(launcher, "_wait", save)
-    said = [RuntimeError("Connection closed by peer")]
-    for told in (None, "rank 1 failed: OSError: disk full"):
-        with pytest.raises(Interrupted, match="SIGINT") as caught:
-            launcher._attempt(tmp_path / str(len(said)), {"parent": os.getpid()}, 2, {}, signals)
-        assert getattr(caught.value.__cause__, "headline", None) == told
-        said.append(OSError("disk full"))
+    monkeypatch.setattr(launcher, "_wait", wait)
+    with pytest.raises(Interrupted, match="SIGINT") as caught:
+        launcher._attempt(tmp_path / "0", {"parent": os.getpid()}, 2, {}, launcher._Signals())
+    cause = caught.value.__cause__
+    assert cause is None if told is None else cause.headline.startswith(told)
 
 
 def test_one_ctrl_c_that_comes_twice_is_one(monkeypatch):

@@ -277,10 +277,8 @@ class TestAgainstDeepSpeed:
 
     def test_continuing_from_an_iteration(self, theirs):
         params, ours_opt, their_opt = {"warmup_num_steps": 9, "last_batch_iteration": 4}, sgd(), sgd()
-        ours, other = (
-            build_scheduler(SchedulerConfig("WarmupLR", params), ours_opt),
-            theirs.WarmupLR(their_opt, **params),
-        )
+        ours = build_scheduler(SchedulerConfig("WarmupLR", params), ours_opt)
+        other = theirs.WarmupLR(their_opt, **params)
         assert ours_opt.param_groups[0]["lr"] == pytest.approx(math.log(5) / math.log(9)), "written at once, not later"
         for _ in range(9):
             ours.step()

@@ -151,14 +151,8 @@ def built(params, model=None):
 
 class TestSettings:
     def test_deepspeeds_keys(self):
-        given = {
-            "lr": 1e-3,
-            "muon_lr": "2e-2",
-            "momentum": 0.9,
-            "weight_decay": 0.05,
-            "betas": [0.8, 0.9],
-            "eps": 1e-10,
-        }
+        given = {"lr": 1e-3, "muon_lr": "2e-2", "momentum": 0.9, "weight_decay": 0.05}
+        given |= {"betas": [0.8, 0.9], "eps": 1e-10}
         matrices, rest = built(given).param_groups
         both = {"weight_decay": 0.05}
         assert matrices.items() >= ({"lr": 0.02, "momentum": 0.9, "eps": 1e-7, "per_tensor": True} | both).items()

@@ -255,9 +255,8 @@ def test_what_a_run_writes_stays_text(tmp_path):
 
 def test_limits_rest_on_figures(tmp_path):
     said = about(made.folder(tmp_path / "a", end=made.summary()))
-    assert (
-        said["Speed"] == "A step takes 100 ms. How much of it is waiting for other ranks was not measured in this run."
-    )
+    unknown = "How much of it is waiting for other ranks was not measured in this run."
+    assert said["Speed"] == f"A step takes 100 ms. {unknown}"
     assert said["Memory"].startswith("The largest part of what a rank's ledger names is moments: 4 kB, 43% of it.")
     assert set(said) == {"Speed", "Memory"}
     steps = [made.line(k, **{"comm/exposed_seconds": 0.04, "comm/hidden_fraction": 0.25}) for k in range(1, 11)]

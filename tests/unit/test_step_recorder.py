@@ -96,12 +96,8 @@ def test_weighing_that_takes_too_long_is_left_out_for_a_while():
     assert [what for what in words(points) if what in LANDMARKS] == ["begin", "boundary", "end"]
     assert bench.recorder.spent_seconds < 0.05 + 6 * 0.02
     # The end of a micro-batch passes unweighed like any other.
-    assert words(Bench(weighing=0.06).record("launch", "backward_end", "boundary")) == [
-        "begin",
-        "launch",
-        "boundary",
-        "end",
-    ]
+    points = Bench(weighing=0.06).record("launch", "backward_end", "boundary")
+    assert words(points) == ["begin", "launch", "boundary", "end"]
 
 
 def test_thousands_of_events_are_thinned_and_the_peaks_stay():
