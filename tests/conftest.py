@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from _pytest.config import parse_warning_filter  # pytest has no public reader of its own filterwarnings setting
 
-from tests.distributed.pool import RankPool
+from tests.distributed.pool import RankPool, ready_to_fork
 from tests.e2e import runs, shared
 
 # Results must not depend on the machine: everything runs on the CPU, on ranks and in commands that tests start too,
@@ -61,6 +61,12 @@ def _result_of(name: str) -> Any:
 
 
 full_disk, watched, sweep, broken = map(_result_of, shared.RUNS)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Among all tests some need ranks, copies of a process that imports torch: on one core, while another collects."""
+    if session.config.args_source is session.config.ArgsSource.TESTPATHS:
+        ready_to_fork()
 
 
 def pytest_collection_finish() -> None:

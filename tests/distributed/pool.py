@@ -174,9 +174,10 @@ def on_ranks(world_size=2, **options):
 
 
 def ready_to_fork():
-    """A process that has imported all that ranks need, and no more: each rank is a copy of it. An import takes 3 s."""
+    """A process that has imported what ranks and train.py need: they are copies of it. An import takes 3 s."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "deepzero", "tests.distributed.pool"])
+    needed = ["torch", "torch._dynamo", "hydra", "deepzero.training.command_line", "tests.distributed.pool"]
+    context.set_forkserver_preload(needed)
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # before torch is imported there
         multiprocessing.forkserver.ensure_running()
     return context

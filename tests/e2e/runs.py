@@ -145,23 +145,23 @@ def train(*overrides: str, cwd: Path, timeout: float = TIMEOUT_SECONDS, **enviro
 
 
 def refused(
-    *words: str, cwd: Path, file_bytes: int | None = None, out: str | None = None, **environment: str
+    *words: str, cwd: Path, program: str = TRAIN, file_bytes: int | None = None, out: str | None = None,
+    **environment: str,
 ) -> Done:  # fmt: skip
     """As :func:`train`, for commands that start no rank: in a copy of a process that has imported torch already.
 
     Args:
         words: the command line.
         cwd: its folder.
+        program: a file, or a module of ``python -m``.
         file_bytes: no file may grow above this, as on a full disk.
         out: the file that is its standard output.
         environment: further variables.
     """
     context, began = ready_to_fork(), time.monotonic()
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
-    arguments = last_of_each_key([TRAIN, *words])
-    process = context.Process(
-        target=_train, args=(arguments, cwd, environment, file_bytes, out, *(w for _, w in pipes))
-    )
+    arguments = last_of_each_key([program, *words])
+    process = context.Process(target=_run, args=(arguments, cwd, environment, file_bytes, out, *(w for _, w in pipes)))
     process.start()
     texts = []
     for reader, writer in pipes:
@@ -174,7 +174,7 @@ def refused(
     return Done(process.exitcode, texts[0], texts[1], time.monotonic() - began)
 
 
-def _train(
+def _run(
     arguments: list[str], cwd: Path, environment: dict[str, str], file_bytes: int | None, out: str | None,
     *pipes: Connection,
 ) -> None:  # fmt: skip
@@ -189,7 +189,10 @@ def _train(
     os.chdir(cwd)
     sys.argv, sys.path = arguments, [str(ROOT), *sys.path]
     warnings.simplefilter("error")
-    runpy.run_path(TRAIN, run_name="__main__")
+    if arguments[0].endswith(".py"):
+        runpy.run_path(arguments[0], run_name="__main__")
+    else:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
 def entries(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -91,7 +91,7 @@ def test_ranks_agree_on_a_fresh_part_of_an_old_store():
         parts = {}
 
         def join(rank):
-            time.sleep(0.3 if rank == late else 0)
+            time.sleep(0.1 if rank == late else 0)
             client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
             parts[rank] = rendezvous.fresh(client, rank, world, patience)
 
