@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from deepzero.compat import STAND_IN
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 FOUND = """
 import importlib.metadata, importlib.util
 assert importlib.util.find_spec("deepspeed") is not None

@@ -5,15 +5,14 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
+from tests import ROOT
 from tools import deepspeed_names, deepspeed_surface
 from tools.deepspeed_surface import COLLECTED, PAGE, REASONS, judge, page
 
-ROOT = Path(__file__).parents[2]
 TABLE = {
     "head": "{version}: {names} names, {outside} outside, {total} inside",
     "apart": "",

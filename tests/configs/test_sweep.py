@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from pathlib import Path
 
 import hydra
 import pytest
@@ -11,9 +10,8 @@ import yaml
 from deepzero.monitor.metrics_file import scalars
 from deepzero.monitor.throughput import rates
 from deepzero.training.command_line import CONFIGS
+from tests import ROOT
 from tests.configs.compose import run_config
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

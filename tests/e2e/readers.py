@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import struct
@@ -21,6 +22,7 @@ Rows = dict[tuple[str, int], Row]
 """By kind, ``train`` or ``validation``, and step."""
 
 
+@functools.cache
 def wandb_records(file: Path) -> list[dict[str, Any]]:
     """Every record of a ``.wandb`` file, as ``wandb leet inspect`` reads it: the reader inside W&B itself."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]

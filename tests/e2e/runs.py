@@ -23,10 +23,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests import doors
+from tests import ROOT, doors
 from tests.distributed.pool import ready_to_fork
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "train.py")
 TIMEOUT_SECONDS = 90.0
 PROGRAMS = str(ROOT / "tests" / "e2e" / "programs.py")

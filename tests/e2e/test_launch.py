@@ -144,16 +144,6 @@ def test_under_torchrun_the_failing_rank_speaks(tmp_path):
     assert re.search(r"rank +: 1 .*\n +exitcode +: -9", done.err) and done.seconds < SOON, done.err
 
 
-@pytest.mark.exhaustive
-def test_under_torchrun_an_error_is_said_once(tmp_path):
-    done = runs.finished([*TORCHRUN, runs.TRAIN, "zero.stagee=1"], tmp_path)
-    assert done.status == 1
-    assert done.out == ""
-    assert done.err.splitlines()[0].startswith("unknown config key 'zero.stagee'. Did you mean 'zero.stage'?")
-    assert done.err.count("unknown config key") == 2  # and once more in torchrun's own report
-    assert list(tmp_path.iterdir()) == []
-
-
 @contextlib.contextmanager
 def plain_ranks(how, world, folder):
     """Ranks that no launcher looks after, so that nobody ends the survivors; they meet in ``folder``."""

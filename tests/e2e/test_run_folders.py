@@ -195,8 +195,13 @@ def test_a_part_of_a_sweep_that_is_refused(tiny, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_what_torchrun_starts_and_is_refused_leaves_no_folder(tiny, tmp_path):
-    for override in ("train.init_from=nowhere", "zero.stage=7"):
-        words = [*tiny, *SHORT, "launch.nproc=null", override]
-        assert runs.finished(training(*words, by=TORCHRUN), tmp_path).status == 1
+def test_what_torchrun_starts_and_is_refused_is_said_once_and_leaves_no_folder(tiny, tmp_path):
+    for override, said in (
+        ("train.init_from=nowhere", "train.init_from=nowhere: no such file or folder"),
+        ("zero.stage=7", "zero.stage=7: stages are"),
+        ("zero.stagee=1", "unknown config key 'zero.stagee'. Did you mean 'zero.stage'?"),
+    ):
+        done = runs.finished(training(*tiny, *SHORT, "launch.nproc=null", override, by=TORCHRUN), tmp_path)
+        assert (done.status, done.out) == (1, "") and done.err.startswith(said)
+        assert done.err.count(said) == 2, "and once more in torchrun's own report"
         assert list(tmp_path.iterdir()) == []

@@ -16,11 +16,11 @@ from deepzero.config.engine import EngineConfig
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.runtime.lr_schedules import CURVES
+from tests import ROOT
 from tests.configs.compose import run_config
 from tools.deepspeed_names import at, keys_of
 from tools.deepspeed_surface import COLLECTED
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 CONFIG = DOCS / "config.md"

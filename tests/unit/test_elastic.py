@@ -7,7 +7,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -15,8 +14,7 @@ import torch.distributed as dist
 from deepzero.comm import rendezvous
 from deepzero.launch import rank_process
 from deepzero.launch.rank_process import recall, remember, restart_count
-
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
 
 
 @pytest.fixture

@@ -5,16 +5,14 @@ import io
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from deepzero.comm.ring import simulate
 from examples import one_number, ring, stage1_by_all_reduce, tables
+from tests import ROOT
 from tests.e2e import runs
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def quoted(page):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tools import measure_house
 from tools.measure_house import Row, Source, read, reading_path, rows
 
-ROOT = Path(__file__).parents[2]
 TREE = {
     "train.py": "import deepzero\n",
     "README.md": "## Reading it\n\n1. `deepzero/layout.py` (5 min): the layout\n",

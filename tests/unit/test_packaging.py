@@ -4,14 +4,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import deepzero
+from tests import ROOT
 from tools.measure_house import Source
 
-ROOT = Path(__file__).parents[2]
 DISTRIBUTION = {"hydra": "hydra-core", "torch_tb_profiler": "torch-tb-profiler"}
 """Modules whose distribution has another name."""
 
