@@ -95,17 +95,15 @@ def test_odd_arguments_are_named_and_refused(capsys, monkeypatch):
         assert arguments[-1] in capsys.readouterr().err
 
 
-def test_the_command_of_the_chapter(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["one_number.py", "--steps", "0"])
-    assert one_number.main() == 0
-    assert capsys.readouterr().out.splitlines() == list(one_number.one_weight(1e-4))
+def test_the_command_of_the_chapter():
+    done = runs.refused("--steps", "0", cwd=ROOT, program="examples/one_number.py")
+    assert (done.status, done.err) == (0, "")
+    assert done.out.splitlines() == list(one_number.one_weight(1e-4))
 
 
 @pytest.mark.slow
-def test_the_commands_in_processes_of_their_own():
-    told = []
-    for words in (["examples/stage1_by_all_reduce.py"], ["examples/one_number.py", "--steps", "0"]):
-        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=110)
-        assert (done.returncode, runs.told_everywhere(done.stderr)) == (0, "")
-        told.append(done.stdout.splitlines())
-    assert told[0] in quoted("stage1.md") and told[1] == list(one_number.one_weight(1e-4))
+def test_stage_1_by_all_reduce_starts_its_ranks():
+    command = [sys.executable, "examples/stage1_by_all_reduce.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert (done.returncode, runs.told_everywhere(done.stderr)) == (0, "")
+    assert done.stdout.splitlines() in quoted("stage1.md")
