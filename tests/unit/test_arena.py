@@ -123,8 +123,8 @@ def test_large_pages():
         assert torch.equal(made.add_(1), torch.ones(shape))
 
 
-def wire(seed):
-    chaos = Chaos(ChaosConfig(enabled=seed is not None, seed=seed or 0, max_delay_ms=0), rank=0)
+def wire(seed, max_delay_ms=0.0):
+    chaos = Chaos(ChaosConfig(enabled=seed is not None, seed=seed or 0, max_delay_ms=max_delay_ms), rank=0)
     return HostDeviceCopier(CPU, Ledger(), chaos, OffloadStats())
 
 

@@ -128,10 +128,10 @@ rank_process.watch(None, lambda reason: print(reason, flush=True))
 print("ready", flush=True)
 while not (asked and {leaves}):
     time.sleep(0.01)
-time.sleep(0.5)
+time.sleep(0.2)
 print("left", flush=True)
 """
-REQUEST = "rank_process.on_stop_request(ask, 1.0)"
+REQUEST = "rank_process.on_stop_request(ask, 0.5)"
 
 
 WORKER = """
@@ -146,7 +146,7 @@ assert os.waitpid(worker, 0)[1] == signal.SIGTERM
 asked.append(1)
 """
 """A signal to a forked child is none for this rank."""
-SLOW, LONG = pytest.mark.slow, REQUEST.replace("1.0", "20")
+SLOW, LONG = pytest.mark.slow, REQUEST.replace("0.5", "20")
 
 
 def case(*given, marks=pytest.mark.exhaustive):
@@ -156,7 +156,7 @@ def case(*given, marks=pytest.mark.exhaustive):
 @pytest.mark.parametrize(("before", "inside", "leaves", "signals", "said", "status"), [
     ("", "", True, ["ignored HUP", "ignored INT", "TERM"], ["stopped by SIGTERM"], 143),
     (REQUEST, "", True, ["TERM"], ["asked", "left"], 0),
-    (REQUEST, "", False, ["TERM"], ["asked", "stopped by SIGTERM; it had not left 1 s later"], 143),
+    (REQUEST, "", False, ["TERM"], ["asked", "stopped by SIGTERM; it had not left 0.5 s later"], 143),
     (WORKER, "", True, [], ["left"], 0),
     case(REQUEST, "", True, ["INT"], ["asked", "left"], 0),
     case(REQUEST, "", True, ["HUP"], ["stopped by SIGHUP"], 129),

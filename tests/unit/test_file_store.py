@@ -7,14 +7,11 @@ import subprocess
 import pytest
 import torch
 
-from deepzero.comm.chaos import Chaos
-from deepzero.comm.ledger import Ledger
-from deepzero.config.engine import ChaosConfig
 from deepzero.config.strict import ConfigError
 from deepzero.offload import file_store
-from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats
 from deepzero.offload.file_store import BLOCK, FILE_READ, FILE_WRITE, FileStore, FileTransfer, in_blocks
 from deepzero.offload.pinned_arena import HostArena, Region, required_bytes
+from tests.unit import test_arena
 
 CPU = torch.device("cpu")
 PLAN = [Region("host_masters", 4_000_000, torch.float32), Region("host_moments", 4096 * 3, torch.uint8)]
@@ -27,10 +24,9 @@ def store(tmp_path):
     made.close()
 
 
-@pytest.fixture(params=[False, True], ids=["calm", "chaos"])
+@pytest.fixture(params=[None, 2], ids=["calm", "chaos"])
 def wire(request):
-    chaos = Chaos(ChaosConfig(enabled=request.param, seed=2, max_delay_ms=0.1), 0)
-    return HostDeviceCopier(CPU, Ledger(), chaos, OffloadStats())
+    return test_arena.wire(request.param, max_delay_ms=0.1)
 
 
 def opened(folder):
