@@ -144,7 +144,6 @@ def test_an_empty_corpus_and_a_good_one(tmp_path):
         (["zero=1"], "zero=1: no such choice. Did you mean 'zero.stage=1'?"),
         (["precision=16"], "precision=16: no such choice. Did you mean 'precision=fp16'? There are: bf16"),
         (["-m", "zero=0,1"], "Did you mean 'zero.stage=0,1'?"),
-        (["launch.nproc=0", "-m", "zero.stage=1"], "launch.nproc=0: must be at least 1 rank\n"),
         (["hydra.run.dir=README.md"], "hydra.run.dir=README.md: README.md is a file"),
         (["hydra.run.dir=README.md/run"], "hydra.run.dir=README.md/run: README.md is a file"),
         pytest.param(
@@ -159,6 +158,11 @@ def test_on_the_command_line_there_is_one_message_and_status_2(arguments, said, 
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     assert said in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_the_flag_of_a_sweep_may_stand_between_the_settings(tmp_path):
+    done = runs.refused("launch.nproc=0", "-m", "zero.stage=1", cwd=tmp_path)
+    assert (done.status, done.err) == (2, "launch.nproc=0: must be at least 1 rank\n")
 
 
 def test_help_is_worth_reading(tmp_path):

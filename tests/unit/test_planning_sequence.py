@@ -55,7 +55,7 @@ def test_all_ranks_of_one_program_launch_the_same():
 
 def test_a_rank_that_leaves_out_a_module_is_caught_and_named():
     said = []
-    rehearsals, differences = check(program(), WORLD, {9: "blocks.1.mlp"}, tell=said.append)
+    rehearsals, differences = check(program(), WORLD, {9: "blocks.1.mlp"}, [0], tell=said.append)
     [found] = differences
     assert (found.rank, found.reference) == (9, 0)
     assert found.number > 1, found
@@ -69,7 +69,7 @@ def test_a_rank_that_leaves_out_a_module_is_caught_and_named():
 
 
 def test_the_majority_is_right():
-    _, differences = check(program(), WORLD, {0: "blocks.0"})
+    _, differences = check(program(), WORLD, {0: "blocks.0"}, [0, 3, 4])
     assert [(d.rank, d.reference) for d in differences] == [(0, 3)]
 
 
