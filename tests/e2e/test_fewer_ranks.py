@@ -45,6 +45,7 @@ def test_the_same_bits_on_four_ranks_then_two_then_one_then_four(tiny, tmp_path,
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(240)
 def test_four_ranks_then_three_then_two_then_one(tiny, tmp_path):
     """Three cut the batch otherwise: it is said, or refused where the bits were promised."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
