@@ -62,7 +62,7 @@ import pytest
 MAX_RANKS = 6
 START_SECONDS = 120.0
 """A rank that is not ready after this long has failed to start (a slow machine imports torch in ten seconds)."""
-GRACE_SECONDS = 1.5
+GRACE_SECONDS = 0.5
 """After the first failure, wait this long for what the other ranks have to say."""
 
 

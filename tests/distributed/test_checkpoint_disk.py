@@ -387,7 +387,7 @@ def test_a_flush_that_takes_longer_than_a_collective_may(rank, world, tmp_path, 
     engine, flush = engine_for(world, 2, comm={"timeout_seconds": 0.03}), os.fsync
     for number, victim in enumerate((1 - behind, behind)):
         steps(engine, rank, world, number + 1)
-        with only(rank == victim, os, "fsync", lambda handle: (time.sleep(0.1), flush(handle))):
+        with only(rank == victim, os, "fsync", lambda handle: (time.sleep(0.05), flush(handle))):
             engine.save_checkpoint(tmp_path, tag=f"step_{number}", asynchronous=victim == behind, keep_last=1)
             assert said(engine.wait_for_checkpoint) is None
         assert names(tmp_path) == [".lock", "latest", f"step_{number}"]
