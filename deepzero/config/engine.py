@@ -129,11 +129,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Which learning-rate schedule, with which arguments. See ``runtime/lr_schedules.py``."""
+    """Which learning-rate schedule, with which arguments."""
 
     type: str = "constant"
-    """constant, warmup_cosine, warmup_stable_decay, WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or
-    LRRangeTest."""
+    """One of ``runtime/lr_schedules.py:CURVES``."""
     params: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that schedule."""
 

@@ -8,24 +8,12 @@ keep more), so resuming needs no history, and a curve can be plotted without an 
 :meth:`Scheduler.step` comes *after* an optimizer step and writes the rate of the next one. The engine does not call it
 after a step that was skipped (fp16 overflow): such a step uses up data, but no place on the curve.
 
-=======================  ============================================================================================
-``scheduler.type``       rate of optimizer step k = 0, 1, …, T - 1
-=======================  ============================================================================================
-``constant``             the optimizer's ``lr``
-``warmup_cosine``        ``lr`` times (k + 1) / (warmup + 1) up to k = warmup, then half a cosine to ``min_lr_ratio``
-``warmup_stable_decay``  the same warm-up, ``lr``, and for the last ``decay_steps`` a line to ``min_lr_ratio`` at k = T
-``WarmupLR``             ``warmup_min_lr`` for k = 0, 1; up by a logarithm or a line; then level
-``WarmupDecayLR``        the same, then a straight line to ``warmup_min_lr`` at T
-``WarmupCosineLR``       0 for k = 0; up from ``warmup_min_ratio``; then half a cosine to ``cos_min_ratio``
-``OneCycle``             ``cycle_min_lr``, up, down, then decay; Adam's first beta moves the other way
-``LRRangeTest``          ``lr_range_test_min_lr``, and up in a line without end, smoothly or in stairs
-=======================  ============================================================================================
-
-T is ``total_steps`` (``total_num_steps`` in DeepSpeed's); when it is not given, it is the length of the run. deepzero's
-own waste no step on a rate of zero. DeepSpeed's count ``last_batch_iteration``, which is -1 after construction and 0
-after the first ``step()``: step k > 0 has the value of iteration k - 1, so warm-ups start *twice* at the bottom, and
-with the default ``warmup_min_lr`` of 0 the first two optimizer steps move no parameter; scripts tuned there get the
-same here. Where DeepSpeed warns and goes on these raise for an unknown ``warmup_type``, and warn of a long warm-up.
+Each curve says the rate of optimizer step k = 0, 1, …, T - 1. T is ``total_steps`` (``total_num_steps`` in
+DeepSpeed's); when it is not given, it is the length of the run. deepzero's own waste no step on a rate of zero.
+DeepSpeed's count ``last_batch_iteration``, which is -1 after construction and 0 after the first ``step()``: step k > 0
+has the value of iteration k - 1, so warm-ups start *twice* at the bottom, and with the default ``warmup_min_lr`` of 0
+the first two optimizer steps move no parameter; scripts tuned there get the same here. Where DeepSpeed warns and goes
+on these raise for an unknown ``warmup_type``, and warn of a long warm-up.
 
 Sources: ``runtime/lr_schedules.py`` in [DeepSpeed] for its names, defaults and values, against which they are tested;
 the cosine is that of [SGDR], in the form of [nanoGPT]; warm-up, stable, decay is that of [MiniCPM], with a fifth of the
@@ -112,7 +100,7 @@ class Constant(Curve):
 
 @dataclass(frozen=True)
 class WarmupCosine(Curve):
-    """``warmup_cosine``: a straight line up, half a cosine down."""
+    """``warmup_cosine``: ``lr`` times (k + 1) / (warmup + 1) up to k = warmup, then half a cosine down."""
 
     warmup_steps: NotNegative = 0  # below the full rate, which step number warmup_steps (from 0) is the first to have
     total_steps: Count | None = None  # T; None: the length of the run
@@ -131,7 +119,7 @@ class WarmupCosine(Curve):
 
 @dataclass(frozen=True)
 class WarmupStableDecay(WarmupCosine):
-    """``warmup_stable_decay``: up, level, down; the level part can be made longer without a new start."""
+    """``warmup_stable_decay``: the same warm-up, level, a line down; the level part can grow without a new start."""
 
     min_lr_ratio: float = 0.0  # the end (at T, one step after the last)
     decay_steps: NotNegative | None = None  # at the end; None: a fifth of T, rounded up
@@ -172,7 +160,7 @@ class DeepSpeedWarmup(Curve):
 
 @dataclass(frozen=True)
 class WarmupLR(DeepSpeedWarmup):
-    """Up from ``warmup_min_lr`` to ``warmup_max_lr``, then level."""
+    """``warmup_min_lr`` for k = 0, 1; up to ``warmup_max_lr`` by a logarithm or a line; then level."""
 
     warmup_min_lr: PerGroup = 0.0
     warmup_max_lr: PerGroup | None = None  # None: the optimizer's own learning rate
@@ -205,7 +193,7 @@ class WarmupDecayLR(WarmupLR):
 
 @dataclass(frozen=True)
 class WarmupCosineLR(DeepSpeedWarmup):
-    """The optimizer's own rate times a warm-up and half a cosine."""
+    """0 for k = 0; then the optimizer's own rate times a warm-up and half a cosine."""
 
     total_num_steps: Count | None = None  # T; None: the length of the run
     warmup_min_ratio: float = 0.0  # where the warm-up starts, as a part of the full rate
@@ -282,7 +270,7 @@ class OneCycle(Curve):
         elif height is None:
             first = [b * (1.0 + self.decay_mom_rate * units) for b in top]
         else:
-            first = [b - (b - a) * height for a, b in zip(low, top, strict=True)]
+            first = _between(top, low, height)
         return [(beta, BETA2) for beta in first]
 
 
