@@ -323,7 +323,15 @@ class NullAccelerator(Accelerator):
             return self.max_memory_allocated(d)
 
     def max_memory_allocated(self, d: torch.device) -> int:
-        """The most that was resident so far."""
+        """The most that was resident so far.
+
+        Linux's own high-water mark, where there is one: ``getrusage`` counts a child's memory from before it became
+        itself, when it still was a copy of its parent.
+        """
+        with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 

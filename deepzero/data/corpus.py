@@ -33,8 +33,7 @@ from deepzero.config.strict import ConfigError
 
 Tokens = npt.NDArray[np.integer]
 
-SEPARATOR = 0
-"""The byte between two files of text."""
+SEPARATOR = 0  # the byte between two files of text
 STDLIB_SKIPPED = re.compile(
     "site-packages|dist-packages|tests?|idle_test|__pycache__|encodings|pydoc_data|config-.*|_sysconfigdata.*"
 )
@@ -49,18 +48,12 @@ SCANNED_TOKENS = 1 << 26
 class Corpus:
     """Tokens of both parts; see the module."""
 
-    train: Tokens
-    """1-D, uint8 (text) or little-endian uint16 (token files, memory-mapped)."""
-    val: Tokens
-    """As ``train``, from other files."""
-    vocab_size: int
-    """Text: 256. Token files do not say: the largest id seen + 1; ``TokenSequences`` checks every batch."""
-    bytes_per_token: float | None
-    """For bits per byte. 1 for text; None for token files, whose text is unknown."""
-    separator: int | None
-    """The token between two files, a good prompt; None for token files."""
-    description: str
-    """One line for the log."""
+    train: Tokens  # 1-D, uint8 (text) or little-endian uint16 (token files, memory-mapped)
+    val: Tokens  # from other files
+    vocab_size: int  # of text 256; of token files the largest id seen + 1: ``TokenSequences`` checks every batch
+    bytes_per_token: float | None  # for bits per byte: 1 for text; None for token files, whose text is unknown
+    separator: int | None  # the token between two files, a good prompt; None for token files
+    description: str  # one line for the log
 
     def decode(self, tokens: list[int]) -> str:
         """Text of tokens. What is no UTF-8, and what is no byte, becomes U+FFFD; ids without a tokenizer stay numbers.

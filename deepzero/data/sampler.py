@@ -26,8 +26,7 @@ from deepzero.config.strict import ConfigError
 Indices = npt.NDArray[np.int64]
 
 ROUNDS = 6
-MOST_SEQUENCES = 100_000_000
-"""In a global batch. Every rank draws the numbers of all of them; so many take 0.8 GB."""
+MOST_SEQUENCES = 100_000_000  # in a global batch: every rank draws the numbers of all of them, which take 0.8 GB
 _MASK = (1 << 64) - 1
 
 

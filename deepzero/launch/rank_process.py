@@ -20,6 +20,7 @@ import faulthandler
 import importlib
 import importlib.util
 import json
+import math
 import os
 import pickle
 import re
@@ -132,19 +133,12 @@ def read_reports(folder: Path) -> list[RankReport]:
 # ---- SIGTERM and Ctrl-C: the end, or a request -----------------------------------------------------------------------
 
 
-@dataclass
-class StopRequest:
-    """What a program wants to happen on SIGTERM and SIGINT, and which of them has come."""
-
-    callback: Callable[[], None]
-    grace_seconds: float
-    asked_by: signal.Signals | None = None
-
-
 class StopRequests:
-    """What this rank's program has said last."""
+    """What this rank's program wants to happen on SIGTERM and SIGINT, and which of them has come."""
 
-    registered: StopRequest | None = None
+    callback: Callable[[], None] | None = None
+    grace_seconds = 0.0
+    asked_by: signal.Signals | None = None
 
     def on_stop_request(self, callback: Callable[[], None] | None, grace_seconds: float = 20.0) -> None:
         """On SIGTERM or SIGINT call ``callback``, and end this rank only if it is still there ``grace_seconds`` later.
@@ -164,11 +158,11 @@ class StopRequests:
                 f"grace_seconds={grace_seconds}: must lie between 0 and {MAX_GRACE_SECONDS:g}, "
                 "because a rank is killed 30 s after SIGTERM"
             )
-        self.registered = None if callback is None else StopRequest(callback, grace_seconds)
+        self.callback, self.grace_seconds = callback, grace_seconds
 
     def stop_signal(self) -> signal.Signals:
         """The signal that this rank was asked to stop by; SIGTERM where another rank was asked."""
-        return (self.registered and self.registered.asked_by) or signal.SIGTERM
+        return self.asked_by or signal.SIGTERM
 
 
 _STOP_REQUESTS = StopRequests()
@@ -208,16 +202,15 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
     os.register_at_fork(after_in_child=forget)
 
     def wait_for_the_end() -> None:
-        asked: StopRequest | None = None
-        asked_at = 0.0
+        requests, asked_at, grace = _STOP_REQUESTS, 0.0, math.inf
         while True:
             ready, _, _ = select.select([reader], [], [], ORPHAN_POLL_SECONDS)
             number = os.read(reader, 1)[0] if ready else 0
             asks = number in (signal.SIGTERM, signal.SIGINT)
-            if asks and asked is None and (asked := _STOP_REQUESTS.registered) is not None:
-                asked.asked_by, asked_at = signal.Signals(number), time.monotonic()
+            if asks and requests.asked_by is None and (callback := requests.callback) is not None:
+                requests.asked_by, asked_at, grace = signal.Signals(number), time.monotonic(), requests.grace_seconds
                 try:
-                    asked.callback()
+                    callback()
                 except BaseException:  # SystemExit, too; and the program never hears of the request
                     traceback.print_exc()
                     leave(128 + number, f"stopped by {signal.Signals(number).name}; its callback failed", on_stop)
@@ -225,9 +218,9 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
                 continue
             elif asks or number == signal.SIGHUP:
                 leave(128 + number, f"stopped by {signal.Signals(number).name}", on_stop)
-            elif asked is not None and asked.asked_by and time.monotonic() >= asked_at + asked.grace_seconds:
-                late = f"it had not left {asked.grace_seconds:g} s later"
-                leave(128 + asked.asked_by, f"stopped by {asked.asked_by.name}; {late}", on_stop)
+            elif requests.asked_by is not None and time.monotonic() >= asked_at + grace:
+                late = f"it had not left {grace:g} s later"
+                leave(128 + requests.asked_by, f"stopped by {requests.asked_by.name}; {late}", on_stop)
             elif not ready and parent is not None and os.getppid() != parent:
                 leave(FAILURE_EXIT, "the launcher has vanished", on_stop)
 

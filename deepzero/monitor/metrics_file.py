@@ -91,12 +91,10 @@ class MetricsFile:
         put(self._path, "".join(to_json(entry) + "\n" for entry in kept))
         # Opened once: opening takes longer than writing. Not a file object, so that a line is one call to the system,
         # whole in the file when it returns.
-        self._file: int | None = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
     def write(self, kind: Kind, entry: Mapping[str, Any]) -> None:
         """Append a line."""
-        if self._file is None:
-            raise ValueError(f"{self._path}: an entry after the end of the run")
         line, written = (to_json(entry) + "\n").encode("utf-8"), 0
         try:
             while written < len(line):  # a disk that is almost full takes a part, and raises at the next
@@ -108,34 +106,32 @@ class MetricsFile:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Close: every line was handed to the system, and the summary has a file of its own."""
-        file, self._file = self._file, None
-        if file is not None:
-            try:
-                os.close(file)
-            except OSError as error:  # some file systems say only now that there was no room
-                print(f"{self._path}: {error}", file=sys.stderr, flush=True)
+        try:
+            os.close(self._file)
+        except OSError as error:  # some file systems say only now that there was no room
+            print(f"{self._path}: {error}", file=sys.stderr, flush=True)
 
 
 def read_lines(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
-    """All whole lines of a run's ``metrics.jsonl``, and how many are no JSON objects.
+    """All whole lines of a run's ``metrics.jsonl``, none where there is no file; and how many are no JSON objects.
 
     A torn last line is left out; a power cut may leave others of lines that had not reached the disk.
     """
-    entries, broken = [], 0
-    for line in filter(None, (run_dir / METRICS).read_bytes().split(b"\n")[:-1]):
-        entry = None
+    content = b""
+    with contextlib.suppress(FileNotFoundError):
+        content = (run_dir / METRICS).read_bytes()
+    lines = list(filter(None, content.split(b"\n")[:-1]))
+    entries = []
+    for line in lines:
         with contextlib.suppress(ValueError):
-            entry = json.loads(line)
-        if isinstance(entry, dict):
-            entries.append(entry)
-        else:
-            broken += 1
-    return entries, broken
+            entries.append(json.loads(line))
+    found = [entry for entry in entries if isinstance(entry, dict)]
+    return found, len(lines) - len(found)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The entries of a run's ``metrics.jsonl``; empty when there is none."""
-    return read_lines(run_dir)[0] if (run_dir / METRICS).exists() else []
+    return read_lines(run_dir)[0]
 
 
 def kept_metrics(run_dir: Path, first_step: int, validated_again: bool = True) -> list[dict[str, Any]]:

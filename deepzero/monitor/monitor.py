@@ -6,7 +6,6 @@ Every rank has a monitor, so that the loop has no ``if rank == 0``; only rank 0'
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -158,17 +157,10 @@ def make_monitor(
     validated_again: bool = True,
     **options: Any,
 ) -> Monitor:
-    """Rank 0's monitor, with every sink that the config asks for; each logger in a thread of its own.
+    """Rank 0's monitor, with every sink that ``cfg`` asks for; each logger in a thread of its own.
 
-    Args:
-        workload: see there.
-        cfg: which loggers, and how.
-        run_dir: the run folder.
-        config: all settings, for loggers that show them.
-        first_step: steps that were taken before this start of the run, with ``tokens_seen``.
-        tokens_seen: in those steps.
-        validated_again: the run begins with a validation.
-        options: of :class:`Terminal`.
+    ``config`` is all settings, for loggers that show them. Before this start the run has taken ``first_step`` steps,
+    with ``tokens_seen``; it begins with a validation where ``validated_again``. ``options`` are :class:`Terminal`'s.
     """
     terminal = Terminal(workload.total_steps, **options)
     earlier = kept_metrics(run_dir, first_step, validated_again)
@@ -208,20 +200,3 @@ def _last_words(summary: Mapping[str, Any], run_dir: Path) -> str:
     in_all = f", {steps} in all" if before else ""
     lines.append(f"{steps - before} steps in {summary['wall_seconds']:.1f} s{in_all}; {run_dir / SUMMARY}")
     return "\n".join(lines)
-
-
-def peak_rss_bytes() -> int:
-    """The most memory that this process has had resident.
-
-    Linux's own high-water mark, where there is one: ``getrusage`` counts a child's memory from before it became itself,
-    when it still was a copy of its parent.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -8,15 +8,19 @@ later row is the one that counts.
 **One run, several starts.** The run's id lies in ``wandb/run_id`` of the run folder. A start that goes on from a
 checkpoint takes it up again (``resume="allow"``): online W&B goes on with its run, and offline parts with one id are
 joined by ``wandb sync``.
+
+**Names.** A run that nobody has named is called by what was typed, which is how it differs from the default run.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import html
 import netrc
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
@@ -42,6 +46,9 @@ TABLES = {
     ),
 }
 """The ledger's two tables: title of the chart, columns."""
+LIMIT = 128  # characters of a name; W&B's limit for the names of projects and groups, and more than a table shows
+_ELSEWHERE = ("hydra.", "logger", "launch.device", "launch.max_restarts")
+"""How it is watched and where it lies says nothing about a run."""
 
 
 class WandB:
@@ -177,3 +184,40 @@ def _wandb_login_exists() -> bool:
         return netrc.netrc(str(path)).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def name_of(overrides: Sequence[str], limit: int = LIMIT) -> str | None:
+    """The overrides of a command line, as typed, in one line; of a path the last part. None: nothing is to be said.
+
+    A name of more than ``limit`` characters ends in a digest of the whole.
+
+    Example:
+        >>> name_of(["zero.stage=2", "optimizer.lr=3e-4", "logger=wandb", "hydra.run.dir=run", "data.path='/a/b.txt'"])
+        'zero.stage=2,optimizer.lr=3e-4,data.path=b.txt'
+        >>> name_of(["zero.stage=2", "optimizer.lr=3e-4"], limit=20)
+        'zero.stage=~6c55c623'
+        >>> name_of(["logger=wandb"]) is None
+        True
+    """
+    said = []
+    for override in overrides:
+        if not override.lstrip("+~").startswith(_ELSEWHERE):
+            key, equals, value = override.partition("=")
+            value = value.strip("'\"")
+            said.append(key + equals + (Path(value).name or value if "/" in value else value))
+    name = ",".join(said)
+    if len(name) > limit:
+        name = f"{name[: limit - 9]}~{hashlib.sha256(os.fsencode(name)).hexdigest()[:8]}"
+    return name or None
+
+
+def named(cfg: LoggerConfig, overrides: Sequence[str], sweep_dir: str | None) -> LoggerConfig:
+    """Fill in what ``logger.*`` leaves open: the name by what was typed, the group by the folder of the sweep that the
+    run belongs to, if it does. W&B's own variables count as settings.
+    """
+    name, group = cfg.run_name, cfg.group
+    if name is None and not os.environ.get("WANDB_NAME"):
+        name = name_of(overrides)
+    if group is None and sweep_dir is not None and not os.environ.get("WANDB_RUN_GROUP"):
+        group = sweep_dir[-LIMIT:]  # of a long path the end, where the date is
+    return dataclasses.replace(cfg, run_name=name, group=group)

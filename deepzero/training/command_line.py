@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -43,8 +43,8 @@ from deepzero.machine import check_machine
 from deepzero.monitor.metrics_file import write_error, write_failed_summary
 from deepzero.monitor.report.compare import runs_in, text_table
 from deepzero.monitor.report.sections import write_report_or_tell
-from deepzero.monitor.run_name import named
 from deepzero.monitor.terminal import say
+from deepzero.monitor.wandb_logger import named
 from deepzero.offload.file_store import check_folders
 from deepzero.planning import plan
 from deepzero.planning.dry_run import ClusterShape, dry_run
@@ -241,15 +241,7 @@ class NewFolders(Callback):
     noted: ClassVar[tuple[Path, Path, bool] | None] = None
     """The folder that Hydra makes, the nearest above it (or it) that was there before, and whether it is a sweep's."""
 
-    def on_run_start(self, config: Any, **_: Any) -> None:
-        """Before the folder of a run."""
-        self._note(config, "run")
-
-    def on_multirun_start(self, config: Any, **_: Any) -> None:
-        """Before the folder of a sweep."""
-        self._note(config, "sweep")
-
-    def _note(self, config: Any, kind: str) -> None:
+    def _note(self, kind: str, config: Any, **_: Any) -> None:
         # A folder that is named by the second is a command's own: who finds it taken waits for the next second's name.
         named_by_second = "%S" in OmegaConf.to_yaml(OmegaConf.masked_copy(config.hydra[kind], "dir"))
         taken = None
@@ -263,6 +255,8 @@ class NewFolders(Callback):
             if path.is_dir():
                 time.sleep(1 - time.time() % 1)
                 OmegaConf.clear_cache(config)  # which keeps ``now``, for a sweep's jobs too
+
+    on_run_start, on_multirun_start = partialmethod(_note, "run"), partialmethod(_note, "sweep")
 
 
 def remove_unused(run_dir: Path | None = None) -> None:

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deepzero.comm import process_group
 from deepzero.comm.ledger import SECONDARY, off_forms
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
@@ -25,7 +27,7 @@ from deepzero.models.gpt import GPT
 from deepzero.models.hf import HFModel
 from deepzero.monitor.environment import environment
 from deepzero.monitor.metrics_file import TIMELINE, write_json
-from deepzero.monitor.monitor import Monitor, Workload, make_monitor, peak_rss_bytes
+from deepzero.monitor.monitor import Monitor, Workload, make_monitor
 from deepzero.monitor.report.sections import write_report_or_tell
 from deepzero.monitor.throughput import peak_flops
 from deepzero.planning.dry_run import ClusterShape, dry_run, quiet
@@ -38,10 +40,8 @@ from deepzero.utils.formatting import short_bytes
 REHEARSAL_SECONDS = 5.0
 """After so long no further rank is rehearsed: the others are drawn with the last one's plan, from which theirs differs
 by padding."""
-REHEARSED_MICRO_BATCHES = 8
-"""Of a step: of longer ones nobody would wait for the rehearsal."""
-RANKS_IN_FULL = 8
-"""Of so many ranks the points are written down, and rehearsed; of the others their figures alone."""
+REHEARSED_MICRO_BATCHES = 8  # of a step: of longer ones nobody would wait for the rehearsal
+RANKS_IN_FULL = 8  # of so many ranks the points are written down, and rehearsed; of the others their figures alone
 
 
 def build_monitor(
@@ -81,8 +81,8 @@ def build_monitor(
 
 def final_facts(run: RunConfig, engine: DeepSpeedEngine, sample_text: str | None) -> dict[str, Any]:
     """What the summary says besides losses. Collective: every rank calls it."""
-    rss = process_group.all_gather_object(peak_rss_bytes())
-    accelerator, report = accelerator_of(engine.device), engine.report()
+    host, accelerator, report = torch.device("cpu"), accelerator_of(engine.device), engine.report()
+    rss = process_group.all_gather_object(accelerator_of(host).max_memory_allocated(host))
     on_gpu = accelerator.has_streams
     device_bytes = accelerator.max_memory_allocated(engine.device) if on_gpu else None
     device_name = accelerator.device_name(engine.device) if on_gpu else None

@@ -37,8 +37,7 @@ from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.launch import rank_process
 from deepzero.monitor.metrics_file import METRICS, clear
 
-RUN_FOLDER_NOTE = "run-folder"
-"""A rank leaves the folder's name for the attempts after this one."""
+RUN_FOLDER_NOTE = "run-folder"  # in which a rank leaves the folder's name for the attempts after this one
 
 
 def take(run_dir: Path) -> None:
@@ -264,13 +263,10 @@ def data_of(run: RunConfig, sampler: GlobalBatchSampler) -> dict[str, Any]:
 class Command:
     """One run as it was typed; of a sweep, one of its runs."""
 
-    start: Sequence[str]
-    """The words before the overrides: ``python train.py``, or torchrun with what it needs."""
+    start: Sequence[str]  # the words before the overrides: ``python train.py``, or torchrun with what it needs
     overrides: Sequence[str]
-    files: Mapping[str, str]
-    """Names and texts of Hydra's own record: config, overrides, Hydra's settings."""
-    by_torchrun: bool
-    """Then ranks say for themselves how to go on; else the process that has started them does."""
+    files: Mapping[str, str]  # names and texts of Hydra's own record: config, overrides, Hydra's settings
+    by_torchrun: bool  # then ranks say for themselves how to go on; else the process that has started them does
 
     def keep(self, run_dir: Path) -> None:
         """Write Hydra's record when the run begins: a run that is refused leaves no trace in the folder."""

@@ -73,11 +73,11 @@ def test_a_request_to_leave_in_order():
     for seconds in (-1.0, 25.1, 30.0, float("nan")):  # the agent would not grant it
         with pytest.raises(ValueError, match="killed 30 s after SIGTERM"):
             rank_process.on_stop_request(lambda: None, seconds)
-        assert rank_process._STOP_REQUESTS.registered is None
+        assert rank_process._STOP_REQUESTS.callback is None
     rank_process.on_stop_request(print, 3.0)
-    assert rank_process._STOP_REQUESTS.registered == rank_process.StopRequest(print, 3.0)
+    assert (rank_process._STOP_REQUESTS.callback, rank_process._STOP_REQUESTS.grace_seconds) == (print, 3.0)
     rank_process.on_stop_request(None)
-    assert rank_process._STOP_REQUESTS.registered is None
+    assert rank_process._STOP_REQUESTS.callback is None
 
 
 def test_ranks_agree_on_a_fresh_part_of_an_old_store():

@@ -13,8 +13,7 @@ from deepzero.config.strict import ConfigError
 from deepzero.monitor.async_logger import Background, finish_all
 from deepzero.monitor.metrics_file import read_metrics, scalars
 from deepzero.monitor.monitor import Monitor, make_monitor
-from deepzero.monitor.run_name import LIMIT, name_of, named
-from deepzero.monitor.wandb_logger import RUN_ID, earlier_id, ledger_rows, wandb_mode
+from deepzero.monitor.wandb_logger import LIMIT, RUN_ID, earlier_id, ledger_rows, name_of, named, wandb_mode
 from tests.e2e.readers import as_fp32, compare, tensorboard_rows, wandb_files, wandb_records, wandb_rows
 from tests.unit.test_monitor import FACTS, WORK, step
 

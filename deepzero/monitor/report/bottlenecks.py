@@ -79,7 +79,7 @@ def _speed(run: Run) -> Limit | None:
         reached = "" if mfu is None else f"It reaches {mfu:.0%} of the devices' peak."
         return Limit("Speed", f"Computing limits this run, not communication: {text}.", reached)
     ways = ["a larger micro-batch, which computes longer for the same bytes"]
-    ways += ["zero.overlap_comm=true"] * (run.setting("zero.overlap_comm") is False)
+    ways += ["zero.overlap_comm=true"] * (run.settings.get("zero.overlap_comm") is False)
     ways += ["zero.stage3_prefetch_bucket_size", "a lower stage, where it fits"] * (run.stage == 3)
     ways += ["larger buckets, for fewer calls"] * (run.total_sent("calls") > MANY_CALLS)
     ways += ["ZeRO++ between nodes"] * (run.total_sent("between_node_bytes") > 0)
@@ -149,7 +149,7 @@ def _between_steps(run: Run) -> Limit | None:
     took = sum(number(entry.get("step_seconds")) or 0 for entry in run.steps if entry["step"] > first)
     if not wall or not took or took >= (1 - MUCH) * wall:
         return None
-    among = ", ".join(["the start", *(name for name, key in PARTS_BETWEEN.items() if run.setting(key))])
+    among = ", ".join(["the start", *(name for name, key in PARTS_BETWEEN.items() if run.settings.get(key))])
     return Limit("Between steps", f"{1 - took / wall:.0%} of the {wall:.1f} s were not training steps: {among}.")
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from deepzero.comm.ledger import side_of
 from deepzero.monitor.report import svg
 from deepzero.monitor.report.html import figures, legend, paragraph
-from deepzero.monitor.report.run_data import EXPOSED, IN_FLIGHT, Run, number, shown
+from deepzero.monitor.report.run_data import EXPOSED, IN_FLIGHT, Run, number, shown, traffic
 from deepzero.utils.formatting import short_bytes, short_number, short_seconds
 
 LAYERS = {
@@ -94,11 +93,9 @@ def communication(run: Run) -> str:
     ):
         bars: list[svg.Bar] = []
         for kind, entry in run.sent(copies).items():
-            measured, predicted = entry.get("measured") or {}, entry.get("predicted")
-            if value := number(measured.get("bytes")):
-                expected = number(predicted.get("bytes")) if isinstance(predicted, dict) else None
-                note = f"{short_bytes(value)}, {number(measured.get('calls')) or 0:g} calls"
-                bars.append((kind, value, expected, note))
+            if value := traffic(entry, "bytes"):
+                note = f"{short_bytes(value)}, {traffic(entry, 'calls') or 0:g} calls"
+                bars.append((kind, value, traffic(entry, "bytes", "predicted"), note))
         bars.sort(key=lambda bar: -bar[1])
         pictures.append(svg.bar_chart(ident, title, bars, "<p>Bar: measured. Upright mark: predicted.</p>"))
     return figures(pictures)
@@ -106,46 +103,29 @@ def communication(run: Run) -> str:
 
 # ---- memory over one step --------------------------------------------------------------------------------------------
 
-Points = list[dict[str, Any]]
-
 
 def memory_step(run: Run) -> str:
     """The recorded step of each rank: what was held, filled, and what was predicted, as an outline."""
-    ranks = recorded_ranks(run)
-    chosen = [(rank, side) for rank in chosen_ranks(ranks) for side in ("device", "host")]
-    return figures((_rank_memory(run, points_of(ranks[rank]), rank, side) for rank, side in chosen), large=True)
+    chosen = [(rank, side) for rank in chosen_ranks(run) for side in ("device", "host")]
+    return figures((_rank_memory(run, rank, side) for rank, side in chosen), large=True)
 
 
-def recorded_ranks(run: Run) -> list[dict[str, Any]]:
-    """The ranks of the recorded step, in order; none when there is no point of any."""
-    ranks = run.timeline.get("ranks")
-    found = [rank if isinstance(rank, dict) else {} for rank in ranks] if isinstance(ranks, list) else []
-    return found if any(map(points_of, found)) else []
-
-
-def points_of(rank: Mapping[str, Any]) -> Points:
-    """A rank's points that can be drawn."""
-    points = rank["points"] if isinstance(rank.get("points"), list) else []
-    return [
-        p for p in points
-        if isinstance(p, dict) and number(p.get("seconds")) is not None and isinstance(p.get("held"), dict)
-    ]  # fmt: skip
-
-
-def chosen_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[int]:
+def chosen_ranks(run: Run) -> list[int]:
     """Of those that have points all of a few; of many the first, and those with the highest and the lowest peak."""
-    peaks = {place: peak_of(rank) for place, rank in enumerate(ranks) if points_of(rank)}
-    if len(ranks) <= MOST_RANKS or not peaks:
+    peaks = peaks_of(run)
+    if len(run.recorded) <= MOST_RANKS or not peaks:
         return list(peaks)
     return sorted({min(peaks), max(peaks, key=peaks.__getitem__), min(peaks, key=peaks.__getitem__)})
 
 
-def peak_of(rank: Mapping[str, Any]) -> float:
-    """The most bytes that a rank's points hold; 0 without points."""
-    return max((sum(point["held"].values()) for point in points_of(rank)), default=0)
+def peaks_of(run: Run) -> dict[int, float]:
+    """The most bytes that the points of each rank hold, where it has points."""
+    ranks = enumerate(run.recorded)
+    return {k: max(sum(point["held"].values()) for point in rank["points"]) for k, rank in ranks if rank["points"]}
 
 
-def _rank_memory(run: Run, points: Points, rank: int, side: str) -> str:
+def _rank_memory(run: Run, rank: int, side: str) -> str:
+    points = run.recorded[rank]["points"]
     names = [
         name for name in dict.fromkeys(name for point in points for name, size in point["held"].items() if size)
         if ("host" if name == "snapshot" else side_of(name)) == side
@@ -160,12 +140,12 @@ def _rank_memory(run: Run, points: Points, rank: int, side: str) -> str:
         svg.Line(name, list(zip(times, sizes[name], strict=True)), LAYERS.get(short[name], "c8"), "area")
         for name in names
     ]
-    outlines = [_predicted(run, rank, points, names)]
+    outlines = [_predicted(run, rank, names)]
     device = [(time, number(point.get("device_bytes"))) for time, point in zip(times, points, strict=True)]
     if side == "device" and svg.finite(device):
         outlines.append(svg.Line("allocated on the GPU", device, "c8"))
     note = legend((line.name, line.colour, _most(line)) for line in (*reversed(lines), *outlines))
-    if problem := recorded_ranks(run)[rank].get("problem"):
+    if problem := run.recorded[rank].get("problem"):
         note += paragraph(f"Not complete: {problem}")
     title = f"Rank {rank}, {side}: peak {short_bytes(max(map(sum, zip(*sizes.values(), strict=True))))}"
     marks = [(t, PHASES[what]) for t, p in zip(times, points, strict=True) if (what := str(p.get("what"))) in PHASES]
@@ -182,14 +162,14 @@ def _most(line: svg.Line) -> str:
     return short_bytes(max(y for _, y in known)) if known else "not known"
 
 
-def _predicted(run: Run, rank: int, points: Points, names: Sequence[str]) -> svg.Line:
+def _predicted(run: Run, rank: int, names: Sequence[str]) -> svg.Line:
     """The plan's outline where there is one; else the sum of the closed forms, which is reached where all meet.
 
     A plan has no times: its events are this step's, in the same order, so an event came when that of its number did.
     """
+    points = run.recorded[rank]["points"]
     times = [float(point["seconds"]) for point in points]
-    plans = run.timeline.get("predicted")
-    plan = points_of(plans[rank]) if isinstance(plans, list) and rank < len(plans) else []
+    plan = run.planned[rank]["points"] if rank < len(run.planned) else []
     if not plan:
         total = sum(run.held(name, "predicted") for name in names) or None
         return svg.Line("predicted", [(times[0], total), (times[-1], total)], "ink", "dashed")

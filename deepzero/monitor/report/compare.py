@@ -46,10 +46,10 @@ def _by_category(runs: Sequence[Run], names: Sequence[str]) -> list[list[str]]:
     held = [name for name in categories if any(run.held(name) for run in runs)]
     rows = [["run", "stage", *keys, *held, "sent a step", "step", "loss"]]
     for run, name in zip(runs, names, strict=True):
-        state, total = run.summary.get("status") or "no summary", number(run.setting("train.steps"))
+        state, total = run.summary.get("status") or "no summary", number(run.settings.get("train.steps"))
         if state == "stopped" and total is not None:
             state = f"stopped at {run.summary.get('steps')}/{total:g}"
-        said = (str(run.setting(key, "–")) for key in keys)
+        said = (str(run.settings.get(key, "–")) for key in keys)
         rows.append([
             name,
             "–" if run.stage is None else str(run.stage),
@@ -75,7 +75,7 @@ def _loss(run: Run) -> str | None:
 def _unlike(runs: Sequence[Run]) -> list[str]:
     """Settings in which the runs are not alike."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
-    return [key for key in keys if len({repr(run.setting(key, "–")) for run in runs}) > 1]
+    return [key for key in keys if len({repr(run.settings.get(key, "–")) for run in runs}) > 1]
 
 
 def _differing(runs: Sequence[Run]) -> list[str]:
@@ -105,7 +105,7 @@ def _what_differs(runs: Sequence[Run], names: Sequence[str]) -> Iterable[str]:
     """Each run's headline, and the settings in which they are not alike."""
     status = [run.summary.get("status") or "no summary" for run in runs]
     yield table(["run", "what", "status"], list(zip(names, map(title, runs), status, strict=True)))
-    rows = [[key, *(str(run.setting(key, "–")) for run in runs)] for key in _unlike(runs)]
+    rows = [[key, *(str(run.settings.get(key, "–")) for run in runs)] for key in _unlike(runs)]
     yield paragraph("Settings in which they differ:" if rows else "Their settings are the same.")
     yield table(["key", *names], rows) if rows else ""
 

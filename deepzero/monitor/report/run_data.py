@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from deepzero.config.run import RunConfig
 from deepzero.monitor.metrics_file import METRICS, SUMMARY, TIMELINE, read_lines
 from deepzero.utils.formatting import flatten, short_bytes
 
@@ -52,8 +50,6 @@ class Run:
         entries, broken = list[dict[str, Any]](), 0
         try:
             entries, broken = read_lines(folder)
-        except FileNotFoundError:
-            pass
         except OSError as error:
             self.problems.append(f"{METRICS}: {error}")
         if broken:
@@ -73,6 +69,8 @@ class Run:
         )
         self.recorded_step = _whole(self.timeline.get("step"), 0)
         """Number of the step that was recorded, and is slower for it."""
+        self.recorded, self.planned = self._ranks("ranks"), self._ranks("predicted")
+        """That step on each rank, measured and rehearsed; their ``points`` are those that can be drawn."""
         first = (_whole(self.summary.get("resumed_from_step"), 0) or 0) + 1
         mine = [entry for entry in self.steps if entry["step"] >= first]
         self.steady = [entry for entry in mine if entry["step"] not in (first, self.recorded_step)] or mine
@@ -96,9 +94,14 @@ class Run:
             self.problems.append(f"{name}: not a JSON object")
         return _mapping(value)
 
-    def setting(self, key: str, default: Any = None) -> Any:
-        """One of :attr:`settings`."""
-        return self.settings.get(key, default)
+    def _ranks(self, name: str) -> list[dict[str, Any]]:
+        ranks = self.timeline.get(name)
+        found = [dict(_mapping(rank)) for rank in ranks] if isinstance(ranks, list) else []
+        for rank in found:
+            points = rank["points"] if isinstance(rank.get("points"), list) else []
+            placed = (p for p in points if isinstance(p, dict) and number(p.get("seconds")) is not None)
+            rank["points"] = [p for p in placed if isinstance(p.get("held"), dict)]
+        return found
 
     def account(self, name: str) -> dict[str, dict[str, Any]]:
         """``memory`` or ``communication``: of the summary, else of the recorded step."""
@@ -112,8 +115,7 @@ class Run:
 
     def total_sent(self, what: str = "bytes", column: str = "measured", kinds: tuple[str, ...] = ("",)) -> float:
         """The sum of one figure over all kinds of communication between ranks that begin with one of ``kinds``."""
-        chosen = [_mapping(entry.get(column)) for kind, entry in self.sent().items() if kind.startswith(kinds)]
-        return sum(number(entry.get(what)) or 0.0 for entry in chosen)
+        return sum(traffic(e, what, column) or 0.0 for kind, e in self.sent().items() if kind.startswith(kinds))
 
     def held(self, category: str, column: str = "measured") -> float:
         """Bytes of one memory category, mean over ranks; 0 where there are none."""
@@ -132,6 +134,11 @@ class Run:
         return [(float(entry["step"]), number(entry.get(key))) for entry in entries]
 
 
+def traffic(entry: Mapping[str, Any], what: str, column: str = "measured") -> float | None:
+    """One figure of a kind of :meth:`Run.sent`; None where it is not known."""
+    return number(_mapping(entry.get(column)).get(what))
+
+
 def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
@@ -145,8 +152,3 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings with dotted keys, as on the command line: without ``engine.``."""
     leaves = flatten(settings).items()
     return {key.removeprefix("engine."): list(value) if isinstance(value, tuple) else value for key, value in leaves}
-
-
-def defaults() -> dict[str, Any]:
-    """The dataclasses' own settings, dotted."""
-    return flat(dataclasses.asdict(RunConfig()))

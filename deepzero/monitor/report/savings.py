@@ -62,7 +62,7 @@ class Savings:
 
 def savings_of(run: Run) -> Savings | None:
     """The comparison; None where the files do not hold what it needs."""
-    numel, ranks, size = run.model_numel, run.world_size, _COMPUTE_BYTES.get(str(run.setting("precision.dtype")))
+    numel, ranks, size = run.model_numel, run.world_size, _COMPUTE_BYTES.get(str(run.settings.get("precision.dtype")))
     if numel is None or ranks is None or run.stage is None or size is None:
         return None
     here = {category: run.held(category) for category in DEVICE_STATES}
@@ -81,7 +81,7 @@ def savings_of(run: Run) -> Savings | None:
 
 def _sums_wider(run: Run) -> bool:
     """Whether gradients are summed in fp32 though the model computes in fewer bytes."""
-    return run.setting("grad_accum_dtype") == "fp32" and run.setting("precision.dtype") != "fp32"
+    return run.settings.get("grad_accum_dtype") == "fp32" and run.settings.get("precision.dtype") != "fp32"
 
 
 def headline(run: Run) -> str:
@@ -110,7 +110,7 @@ def like_stage_2(run: Run) -> bool:
     found, ranks = savings_of(run), run.world_size
     if found is None or ranks is None or ranks == 1 or run.stage != 1:
         return False
-    width = 4 if _sums_wider(run) else _COMPUTE_BYTES[str(run.setting("precision.dtype"))]
+    width = 4 if _sums_wider(run) else _COMPUTE_BYTES[str(run.settings.get("precision.dtype"))]
     return found.predicted["gradients"] <= width * found.numel / ranks * 1.01
 
 

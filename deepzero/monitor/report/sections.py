@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from deepzero.config.run import RunConfig
 from deepzero.monitor.metrics_file import REPORT, put
 from deepzero.monitor.report import charts
 from deepzero.monitor.report.bottlenecks import limits_of
 from deepzero.monitor.report.html import cards, document, folded, paragraph, section, table, text
-from deepzero.monitor.report.run_data import EXPOSED, HIDDEN, HOST_STATES, Run, defaults, number, shown
+from deepzero.monitor.report.run_data import EXPOSED, HIDDEN, HOST_STATES, Run, flat, number, shown, traffic
 from deepzero.monitor.report.savings import ALIKE, MOMENT, WHAT_STAGES_DO, headline, like_stage_2, savings_of, textbook
 from deepzero.utils.formatting import short_bytes, short_number, short_seconds
 
@@ -37,7 +39,7 @@ def title(run: Run) -> str:
     """Stage, ranks and model in a line."""
     ranks = "" if run.world_size is None else f" on {run.world_size} rank{'s' * (run.world_size != 1)}"
     stage = "ZeRO, stage not known" if run.stage is None else f"ZeRO stage {run.stage}"
-    return f"{stage}{ranks}, model {run.setting('model.name', 'not known')}"
+    return f"{stage}{ranks}, model {run.settings.get('model.name', 'not known')}"
 
 
 def _top(run: Run) -> Iterable[str]:
@@ -45,7 +47,7 @@ def _top(run: Run) -> Iterable[str]:
     size = "" if run.model_numel is None else f" ({short_number(run.model_numel)} parameters)"
     yield f"<h1>{text(title(run) + size)}</h1>"
     state = str(run.summary.get("status") or "no summary: under way, or ended suddenly")
-    steps, total = run.steps[-1]["step"] if run.steps else 0, number(run.setting("train.steps"))
+    steps, total = run.steps[-1]["step"] if run.steps else 0, number(run.settings.get("train.steps"))
     words = f", {steps:g} steps" if total is None else f", {steps:g} of {total:g} steps"
     if (wall := number(run.summary.get("wall_seconds"))) is not None:
         words += f", {wall:.1f} s"
@@ -97,8 +99,9 @@ def _states(run: Run) -> Iterable[str]:
         form = textbook(run)
         yield paragraph(
             f"Model state, {MOMENT.partition(' (')[0]}; mean over ranks. Plain data parallelism is what a rank would "
-            f"hold without ZeRO: parameters and gradients in {run.setting('precision.dtype')}, fp32 masters and the "
-            "optimizer's moments, all of them whole. " + (f"The textbook's form of this stage: {form}." if form else "")
+            f"hold without ZeRO: parameters and gradients in {run.settings.get('precision.dtype')}, fp32 masters and "
+            "the optimizer's moments, all of them whole. "
+            + (f"The textbook's form of this stage: {form}." if form else "")
         )
         yield paragraph(ALIKE if like_stage_2(run) else "")
         yield table(["", "plain data parallelism", "this run, predicted", "this run, measured"], rows, (1, 2, 3))
@@ -121,17 +124,16 @@ def _states(run: Run) -> Iterable[str]:
 
 def _memory_step(run: Run) -> Iterable[str]:
     """The recorded step, and how to read it."""
-    pictures, ranks = charts.memory_step(run), charts.recorded_ranks(run)
-    if not pictures:
-        why = "train.timeline_step=0" if run.setting("train.timeline_step") == 0 else "none came to its end"
+    if not (pictures := charts.memory_step(run)):
+        why = "train.timeline_step=0" if run.settings.get("train.timeline_step") == 0 else "none came to its end"
         yield paragraph(f"No step was recorded: {why}.")
         return
     words = f"Step {run.recorded_step}. Filled: what the ledger held after each event. Dashed: what was predicted"
-    if isinstance(run.timeline.get("predicted"), list):
+    if run.planned:
         words += " for each event."
     else:
         words += ": the sum of the largest of each category; they need not meet."
-        most = max(map(charts.peak_of, ranks))
+        most = max(charts.peaks_of(run).values())
         forms = sum(run.held(name, "predicted") for name in run.account("memory"))
         if most > forms * 1.001 > 0:
             words += f" The peak is {short_bytes(most - forms)} above it: the closed forms speak of the end of a "
@@ -140,12 +142,12 @@ def _memory_step(run: Run) -> Iterable[str]:
             )
     words += " Numbers above: 3 first gradient, 4 boundary, 5 optimizer step, 6 publish (docs/step.md)."
     words += " Activations are not in the ledger and not in the picture."
-    drawn = charts.chosen_ranks(ranks)
-    events = sum(int(number(ranks[rank].get("events")) or 0) for rank in drawn)
-    kept = sum(len(charts.points_of(ranks[rank])) for rank in drawn)
+    drawn = [run.recorded[rank] for rank in charts.chosen_ranks(run)]
+    events = sum(int(number(rank.get("events")) or 0) for rank in drawn)
+    kept = sum(len(rank["points"]) for rank in drawn)
     words += f" {kept:,} of {events:,} events are shown." * (kept < events)
-    if len(drawn) < len(ranks):
-        words += f" Of {len(ranks)} ranks: the first, and those with the highest and the lowest peak."
+    if len(drawn) < len(run.recorded):
+        words += f" Of {len(run.recorded)} ranks: the first, and those with the highest and the lowest peak."
     yield paragraph(words)
     yield pictures
 
@@ -168,11 +170,9 @@ def _communication(run: Run) -> Iterable[str]:
     yield charts.communication(run)
     rows = []
     for kind, entry in account.items():
-        measured, predicted = entry.get("measured") or {}, entry.get("predicted")
-        expected = shown(predicted.get("bytes")) if isinstance(predicted, dict) else None
-        numbers = (f"{number(measured.get(name)) or 0:,.0f}" for name in ("calls", "elements", "padding_elements"))
-        between = shown(measured.get("between_node_bytes"))
-        rows.append([kind, expected, shown(measured.get("bytes")), *numbers, between])
+        sizes = (shown(traffic(entry, "bytes", column)) for column in ("predicted", "measured"))
+        counts = (f"{traffic(entry, name) or 0:,.0f}" for name in ("calls", "elements", "padding_elements"))
+        rows.append([kind, *sizes, *counts, shown(traffic(entry, "between_node_bytes"))])
     head = ["kind", "predicted", "measured", "calls", "elements", "padding", "between nodes"]
     yield folded("All kinds, in numbers", table(head, rows, range(1, 7))) if rows else ""
     exposed, hidden = run.typical(EXPOSED), run.typical(HIDDEN)
@@ -191,7 +191,7 @@ def _settings(run: Run) -> Iterable[str]:
     if not run.settings:
         yield paragraph("No settings were noted.")
         return
-    usual = defaults()
+    usual = flat(dataclasses.asdict(RunConfig()))
     differing = [
         [k, str(v), str(usual.get(k, "–"))] for k, v in run.settings.items() if k not in usual or usual[k] != v
     ]

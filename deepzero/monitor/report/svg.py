@@ -206,17 +206,9 @@ def chart(
 ) -> str:
     """A figure of areas and lines, which lie over them, above one x axis; empty when there is nothing to draw.
 
-    Args:
-        ident: unique on the page.
-        title: above the picture.
-        lines: what is drawn.
-        x_name: under the axis.
-        y_label: a tick's words, unit included.
-        note: under the picture, as HTML; None: a legend where there are several lines.
-        x_label: as ``y_label``, for x.
-        zero: the y axis begins at zero, as it does with areas.
-        crosses: x values that get a cross at the lower edge.
-        marks: upright lines with a short word, in order.
+    ``y_label`` and ``x_label`` make a tick's words, unit included; ``x_name`` stands under the axis. ``zero``: the y
+    axis begins at zero, as it does with areas. ``crosses`` are x values that get a cross at the lower edge, ``marks``
+    upright lines with a short word, in order. ``note`` is HTML; None: a legend where there are several lines.
     """
     known = [(line, found) for line in lines if (found := finite(line.points))]
     if not known:
