@@ -118,14 +118,12 @@ def verdict(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world
 class Watchdog(GroupObserver):
     """One rank's flight recorder and the thread that looks after it, where gloo does the waiting.
 
-    The ``board`` is this group's, under a name never used before in its store. A wait that has lasted longer than
-    ``seconds`` is looked into; None: :data:`DIVERGENCE_SECONDS`.
+    The ``board`` is this group's, under a name never used before in its store.
     """
 
-    def __init__(self, board: StoreMailbox, seconds: float | None = None) -> None:
+    def __init__(self, board: StoreMailbox) -> None:
         super().__init__()
-        self._board, self._seconds = board, seconds
-        self._beat, self._posted = 0, ""
+        self._board, self._beat, self._posted = board, 0, ""
         self._verdict: Diagnosis | None = None
         # The circle that the last look has found, and the beats of its ranks then: found again, it is proved.
         self._found: dict[int, tuple[CollectiveRecord | None, int]] = {}
@@ -207,8 +205,7 @@ class Watchdog(GroupObserver):
                     self._say_gone("has destroyed the process group")
                     return
                 waiting, (stands, _) = self.trail.waiting, standstill.look(time.monotonic())
-                threshold = DIVERGENCE_SECONDS if self._seconds is None else self._seconds
-                if waiting is not None and stands >= threshold and self._look(waiting):
+                if waiting is not None and stands >= DIVERGENCE_SECONDS and self._look(waiting):
                     # Every operation of the group fails then, here and, since the connections close, on the others.
                     peer = (self._board.rank + 1) % self._board.world_size
                     if (work := dist.irecv(torch.zeros(1), peer, tag=_BREAK_TAG)) is not None:

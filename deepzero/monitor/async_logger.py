@@ -48,30 +48,21 @@ class Sink(Protocol):
 
 
 class Background:
-    """A sink behind a queue, for ``room`` entries, and a thread.
+    """A sink behind a queue, for ``ROOM`` entries, and a thread.
 
     Args:
         name: for the messages.
         make: builds the sink, in the thread; its failure counts too (not installed, no disk, no network). It is given a
             function for lines that the person at the terminal should read.
         tell: prints a line; called by the loop's thread alone.
-        room: entries that may wait.
-        finish_seconds: how long :meth:`finish` waits; for a run that was stopped, ``STOP_SECONDS`` if that is less.
     """
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[Tell], Sink],
-        tell: Tell,
-        room: int = ROOM,
-        finish_seconds: float = FINISH_SECONDS,
-    ) -> None:
+    def __init__(self, name: str, make: Callable[[Tell], Sink], tell: Tell) -> None:
         self._name, self._tell = name, tell
         # Only the loop puts, so that it can count for itself; the end of the run, without a kind, always finds room.
         self._waiting: queue.Queue[tuple[Kind | None, Mapping[str, Any]]] = queue.Queue()
-        self._room, self._limit, self._deadline = room, finish_seconds, math.inf
-        """Entries; seconds; an instant of ``time.monotonic``, once the end is announced."""
+        self._limit, self._deadline = FINISH_SECONDS, math.inf
+        """Seconds that :meth:`finish` waits; an instant of ``time.monotonic``, once the end is announced."""
         self._news: collections.deque[str] = collections.deque()
         self._failed, self._left_out = False, 0
         self._ready, self._hurry = threading.Event(), threading.Event()  # the sink is built, or has failed; no pauses
@@ -91,7 +82,7 @@ class Background:
         self._deliver()
         if self._failed:
             return
-        if self._waiting.qsize() < self._room:
+        if self._waiting.qsize() < ROOM:
             self._waiting.put((kind, entry))
             return
         if not self._left_out:

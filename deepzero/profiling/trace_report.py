@@ -197,11 +197,10 @@ def _held(summary: TraceSummary, ident: str) -> str:
     """The ledger's categories on top of each other. What is held between two samples is not seen."""
     samples = summary.trace.held
     names = dict.fromkeys(name for _, held in samples for name, size in held.items() if size)
-    lines = [
-        svg.Line(name, [((at - samples[0][0]) / 1000, held.get(name, 0.0)) for at, held in samples], colour, "area")
-        for name, colour in zip(names, (f"c{1 + place % 8}" for place in range(len(names))), strict=True)
-    ]
-    note = legend((line.name, line.colour, short_bytes(max(y or 0.0 for _, y in line.points))) for line in lines)
-    title = "Bytes held, by category"
-    drawn = svg.chart(f"{ident}-held", title, lines, "milliseconds", short_bytes, note=note)
+    lines = []
+    for place, name in enumerate(names):
+        sizes = [((at - samples[0][0]) / 1000, held.get(name, 0.0)) for at, held in samples]
+        most = short_bytes(max(size for _, size in sizes))
+        lines.append(svg.Line(name, sizes, f"c{1 + place % 8}", "area", most))
+    drawn = svg.chart(f"{ident}-held", "Bytes held, by category", lines, "milliseconds", short_bytes)
     return drawn if len(samples) > 1 else ""

@@ -134,7 +134,8 @@ class BrokenStore(dist.Store):
 @pytest.mark.parametrize("hangs", [False, True])
 def test_without_a_store_the_error_stays_what_it_is(hangs, monkeypatch):
     monkeypatch.setattr(desync_watchdog, "ASKING_SECONDS", 0.5)
-    dog = Watchdog(StoreMailbox("broken", BrokenStore(hangs), 0, 2), seconds=1e9)
+    monkeypatch.setattr(desync_watchdog, "DIVERGENCE_SECONDS", 1e9)
+    dog = Watchdog(StoreMailbox("broken", BrokenStore(hangs), 0, 2))
     began = time.monotonic()
     dog.explain(LOST)
     dog.explain(TIMED_OUT)

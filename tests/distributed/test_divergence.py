@@ -6,6 +6,7 @@ of their own for each call, with the default time-out of ten minutes: whoever ha
 
 import contextlib
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -75,10 +76,11 @@ def test_tags_differ():
 def dogs_of(world):
     """Watchdogs with their threads, in one process, which find nothing by themselves."""
     store = dist.HashStore()
-    dogs = [Watchdog(StoreMailbox("dogs", store, rank, world), seconds=1e9) for rank in range(world)]
-    yield dogs
-    for dog in dogs:
-        dog.leave("is done")
+    with mock.patch.object(desync_watchdog, "DIVERGENCE_SECONDS", 1e9):
+        dogs = [Watchdog(StoreMailbox("dogs", store, rank, world)) for rank in range(world)]
+        yield dogs
+        for dog in dogs:
+            dog.leave("is done")
 
 
 def stand(dog, where):

@@ -65,10 +65,10 @@ DONE = {"status": "finished"}
 SEEN = ["train", "train", "train", "validation", "finish"]
 
 
-def ended(make, start=PATIENCE, **options):
+def ended(make, start=PATIENCE):
     """What is told of a run past a logger, which ends soon: three steps, a validation, the end; ``start``: seconds."""
     told, started = [], time.monotonic()
-    background = Background("x", make, told.append, **options)
+    background = Background("x", make, told.append)
     background.start(start)
     for number in (1, 2, 3):
         background.write("train", {"step": number})
@@ -98,8 +98,10 @@ def test_a_logger_that_fails_says_so_once(bad, words, at, seen):
 
 def test_a_logger_that_hangs_while_it_starts_or_at_the_end(hang, monkeypatch):
     late = "x: not done after 0.2 s; the run ends without it"
-    assert ended(lambda _: Failing(hang, "finish"), finish_seconds=0.2) == [late]
-    told = ended(lambda _: hang() or Failing(), start=0.1, finish_seconds=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr("deepzero.monitor.async_logger.FINISH_SECONDS", 0.2)
+        assert ended(lambda _: Failing(hang, "finish")) == [late]
+        told = ended(lambda _: hang() or Failing(), start=0.1)
     assert [line.partition(" after ")[0] for line in told] == ["x: not ready", "x: not done"]
     monkeypatch.setattr("deepzero.monitor.async_logger.STOP_SECONDS", 0.2)  # a run that is asked to stop
     told = []
@@ -107,9 +109,11 @@ def test_a_logger_that_hangs_while_it_starts_or_at_the_end(hang, monkeypatch):
     assert told == [late]
 
 
-def test_a_logger_that_hangs_at_a_step_costs_no_time_and_no_memory(hang):
+def test_a_logger_that_hangs_at_a_step_costs_no_time_and_no_memory(hang, monkeypatch):
+    monkeypatch.setattr("deepzero.monitor.async_logger.ROOM", 10)
+    monkeypatch.setattr("deepzero.monitor.async_logger.FINISH_SECONDS", 0.2)
     told, sink = [], Failing(hang, 1)
-    background = Background("x", lambda _: sink, told.append, room=10, finish_seconds=0.2)
+    background = Background("x", lambda _: sink, told.append)
     background.write("train", {"step": 0})
     end = time.monotonic() + PATIENCE
     while not sink.seen and time.monotonic() < end:  # until the thread has taken it
@@ -127,10 +131,12 @@ def test_a_logger_that_hangs_at_a_step_costs_no_time_and_no_memory(hang):
     ]
 
 
-def test_loggers_that_hang_share_their_time_and_a_good_one_is_closed(hang):
+def test_loggers_that_hang_share_their_time_and_a_good_one_is_closed(hang, monkeypatch):
+    monkeypatch.setattr("deepzero.monitor.async_logger.ROOM", 1)
+    monkeypatch.setattr("deepzero.monitor.async_logger.FINISH_SECONDS", 0.5)
     told, good = [], Failing()
     full, *others = [
-        Background(name, lambda _, sink=sink: sink, told.append, room=1, finish_seconds=0.5)
+        Background(name, lambda _, sink=sink: sink, told.append)
         for name, sink in (
             ("full", Failing(hang, 1)), *((name, Failing(hang, "finish")) for name in "bcd"), ("good", good)
         )

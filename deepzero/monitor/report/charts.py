@@ -8,7 +8,7 @@ import numpy as np
 
 from deepzero.comm.ledger import side_of
 from deepzero.monitor.report import svg
-from deepzero.monitor.report.html import figures, legend, paragraph
+from deepzero.monitor.report.html import figures, paragraph
 from deepzero.monitor.report.run_data import EXPOSED, IN_FLIGHT, Run, number, shown, traffic
 from deepzero.utils.formatting import short_bytes, short_number, short_seconds
 
@@ -28,9 +28,8 @@ def curves(run: Run) -> str:
     skipped = [float(entry["step"]) for entry in run.steps if entry.get("skipped") is True]
     validation = svg.Line("validation", run.series("val_loss"), "c6", "dots")
     loss = [svg.Line("training", run.series("loss"), "c1"), validation]
-    words = legend((line.name, line.colour, "") for line in loss)
-    words += "<p>A cross is a step that was skipped.</p>" * bool(skipped)
-    pictures = [svg.chart("loss", "Loss", loss, STEP, "{:.4g}".format, note=words, crosses=skipped)]
+    note = "<p>A cross is a step that was skipped.</p>" * bool(skipped)
+    pictures = [svg.chart("loss", "Loss", loss, STEP, "{:.4g}".format, note=note, crosses=skipped)]
     speed = run.typical("tokens_per_second")
     usual = f"Median {short_number(speed or 0)}, without the first step"
     usual += f", nor step {run.recorded_step}, which was recorded." if run.recorded_step is not None else "."
@@ -62,26 +61,23 @@ def overlap(run: Run) -> str:
 
 def offload(run: Run) -> str:
     """Seconds of every part of the pipeline between device and host."""
-    lines, named = [], []
+    lines = []
     for place, part in enumerate(run.offload_parts):
-        name, colour = part.replace("_", " "), f"c{1 + place % 8}"
         took = shown(run.typical(f"offload/{part}/seconds"), short_seconds)
         hidden = shown(run.typical(f"offload/{part}/hidden"), "{:.0%} hidden".format)
-        lines.append(svg.Line(name, run.series(f"offload/{part}/seconds"), colour))
-        named.append((name, colour, ", ".join(filter(None, (took, hidden)))))
-    title = "Offload pipeline, seconds a step"
-    return figures([svg.chart("offload", title, lines, STEP, short_seconds, note=legend(named), zero=True)])
+        points, words = run.series(f"offload/{part}/seconds"), ", ".join(filter(None, (took, hidden)))
+        lines.append(svg.Line(part.replace("_", " "), points, f"c{1 + place % 8}", words=words))
+    return figures([svg.chart("offload", "Offload pipeline, seconds a step", lines, STEP, short_seconds, zero=True)])
 
 
 def quantization(run: Run) -> str:
     """The worst signal-to-noise ratio of weights and of gradients; 6 dB are one bit."""
-    lines, named = [], []
+    lines = []
     for what, colour in (("weights", "c1"), ("gradients", "c6")):
         if points := svg.finite(run.series(f"quantization/{what}_snr_db_min")):
-            lines.append(svg.Line(what, points, colour))
-            named.append((what, colour, f"lowest {min(y for _, y in points):.1f} dB"))
+            lines.append(svg.Line(what, points, colour, words=f"lowest {min(y for _, y in points):.1f} dB"))
     title = "Quantisation: signal over noise of the worst bucket"
-    return figures([svg.chart("snr", title, lines, STEP, "{:.0f} dB".format, note=legend(named))])
+    return figures([svg.chart("snr", title, lines, STEP, "{:.0f} dB".format)])
 
 
 def communication(run: Run) -> str:
@@ -140,20 +136,19 @@ def _rank_memory(run: Run, rank: int, side: str) -> str:
         svg.Line(name, list(zip(times, sizes[name], strict=True)), LAYERS.get(short[name], "c8"), "area")
         for name in names
     ]
-    outlines = [_predicted(run, rank, names)]
+    lines.append(_predicted(run, rank, names))
     device = [(time, number(point.get("device_bytes"))) for time, point in zip(times, points, strict=True)]
     if side == "device" and svg.finite(device):
-        outlines.append(svg.Line("allocated on the GPU", device, "c8"))
-    note = legend((line.name, line.colour, _most(line)) for line in (*reversed(lines), *outlines))
-    if problem := run.recorded[rank].get("problem"):
-        note += paragraph(f"Not complete: {problem}")
+        lines.append(svg.Line("allocated on the GPU", device, "c8"))
+    problem = run.recorded[rank].get("problem")
+    note = paragraph(f"Not complete: {problem}" if problem else "")
     title = f"Rank {rank}, {side}: peak {short_bytes(max(map(sum, zip(*sizes.values(), strict=True))))}"
     marks = [(t, PHASES[what]) for t, p in zip(times, points, strict=True) if (what := str(p.get("what"))) in PHASES]
     first = next((mark for mark in marks if mark[1] == "3"), None)
     marks = [mark for mark in marks if mark[1] != "3" or mark is first]
     return svg.chart(
-        f"memory-{rank}-{side}", title, [*lines, *outlines], "time within the step", short_bytes,
-        note=note, x_label=short_seconds, marks=marks,
+        f"memory-{rank}-{side}", title, [line._replace(words=_most(line)) for line in lines], "time within the step",
+        short_bytes, note=note, x_label=short_seconds, marks=marks,
     )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ class Line(NamedTuple):
     style: str = "solid"
     """``solid``, ``dashed``, ``dots`` for single values, or ``area``: on top of the areas before it, at the same
     instants; a value holds until the next one."""
+    words: str = ""  # behind its name, in the legend
 
 
 Bar = tuple[str, float, "float | None", str]  # name, value, what was expected of it, and a note
@@ -198,7 +199,7 @@ def chart(
     x_name: str,
     y_label: Label,
     *,
-    note: str | None = None,
+    note: str = "",
     x_label: Label = "{:g}".format,
     zero: bool = False,
     crosses: Sequence[float] = (),
@@ -208,7 +209,8 @@ def chart(
 
     ``y_label`` and ``x_label`` make a tick's words, unit included; ``x_name`` stands under the axis. ``zero``: the y
     axis begins at zero, as it does with areas. ``crosses`` are x values that get a cross at the lower edge, ``marks``
-    upright lines with a short word, in order. ``note`` is HTML; None: a legend where there are several lines.
+    upright lines with a short word, in order. Under the picture stand a legend, unless there is one line without words,
+    and ``note``, which is HTML.
     """
     known = [(line, found) for line in lines if (found := finite(line.points))]
     if not known:
@@ -233,8 +235,10 @@ def chart(
     parts += [_stroke(line._replace(points=thin(line.points)), frame) for line, _ in known if line.style != "area"]
     for at in dict.fromkeys(f"{frame.across(x) - 3:.1f}" for x in crosses):  # a long run's may lie on each other
         parts.append(tag("path", class_="cross", d=f"M{at} {BASE - 7:g}l6 6m0 -6l-6 6"))
-    if note is None:
-        note = legend((line.name, line.colour, "") for line in lines) if len(lines) > 1 else ""
+    if len(lines) > 1 or lines[0].words:
+        from_the_top = [line for line in reversed(lines) if line.style == "area"]
+        order = [*from_the_top, *(line for line in lines if line.style != "area")]
+        note = legend((line.name, line.colour, line.words) for line in order) + note
     return figure(ident, title, desc, parts, note)
 
 
