@@ -197,7 +197,6 @@ class _Job:
         self.hearts = {rank: _HeartbeatTimeout(GONE_SECONDS) for rank in range(saver.world_size)}
         self._over = threading.Event()
         self._heart: threading.Thread | None = None
-        self._handle: int | None = None
         if saver.world_size > 1:
             # From the first on: a program that is about to end may start no more threads.
             self.channel.set(f"{saver.rank}/beat", "begun")
@@ -214,16 +213,14 @@ class _Job:
         self._over.set()
         if self._heart is not None and self._heart.is_alive():
             self._heart.join(BEAT_SECONDS)  # a store that hangs must not hold up more than the save
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        folders.written_to.discard(self.temporary.name)
 
     def rank_0_first(self, what: str, act: Callable[[], None]) -> None:
         """Rank 0 acts, the others wait for its word, and all raise when it could not."""
+        problem = ""
         if self.saver.rank != 0:
             problem = self._word(what)
         else:
-            problem = ""
             try:
                 act()
             except CheckpointError as error:
@@ -235,12 +232,12 @@ class _Job:
             raise CheckpointError(problem)
 
     def open(self, collected: SavePlan) -> None:
-        """Make the folder that is written to; a handle of it keeps others of this process from clearing it away."""
+        """Make the folder that is written to."""
         collected.manifest.to_json()  # what JSON cannot hold is refused before a byte is written
         fewer = "keep fewer (train.keep_last). What was saved before is untouched"
         folders.room_for(self.target.folder, "a checkpoint", collected.total_bytes, fewer)
+        folders.written_to.add(self.temporary.name)
         self.temporary.mkdir()
-        self._handle = os.open(self.temporary, os.O_RDONLY)
 
     def give_up(self, problem: str) -> None:
         """Instead of :meth:`run`, on a rank that cannot write: the others are told."""

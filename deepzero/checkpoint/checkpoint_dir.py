@@ -156,11 +156,12 @@ def others(load_dir: str | Path, tag: str | None) -> list[Path]:
 
 def complete_beside(load_dir: str | Path, tag: str | None) -> Path | None:
     """The newest of :func:`others` whose manifest and sizes are right; its bytes are not read, which takes long."""
-    for path in others(load_dir, tag):
-        # A manifest with the right hash may still hold anything, and the folder may change meanwhile.
-        with contextlib.suppress(CheckpointError, OSError, ValueError, RecursionError):
-            read_manifest(path)
-            return path
+    with contextlib.suppress(OSError):  # the folder may change meanwhile
+        for path in others(load_dir, tag):
+            # A manifest with the right hash may still hold anything.
+            with contextlib.suppress(CheckpointError, OSError, ValueError, RecursionError):
+                read_manifest(path)
+                return path
     return None
 
 
@@ -265,7 +266,7 @@ def check_replaceable(path: Path) -> None:
 def clear_remains(folder: Path) -> None:
     """Remove what interrupted saves have left, but for what this process writes to. Only who holds the lock may."""
     remains = [path for path in folder.iterdir() if path.name.startswith((SAVING, DELETING, REPLACED))]
-    if remains := [path for path in remains if not is_open(path)]:
+    if remains := [path for path in remains if path.name not in _OF_THIS_PROCESS.written_to]:
         flush_folder(folder)  # who was killed may have had no time for it, and what is removed stands for what is named
     for path in remains:
         original = folder / path.name.removeprefix(REPLACED).partition("-")[2]
@@ -283,20 +284,11 @@ def room_for(folder: Path, what: str, needed_bytes: int, advice: str) -> None:
         raise CheckpointError(f"{folder}: {what} {sizes}; make room, or {advice}")
 
 
-def is_open(path: Path) -> bool:
-    """Whether this process has a file or folder open: what a save writes to is, and all engines see it."""
-    for handle in map(int, os.listdir("/dev/fd")):
-        with contextlib.suppress(OSError):  # closed meanwhile; or the path is not there
-            if os.path.samestat(os.fstat(handle), path.stat()):
-                return True
-    return False
-
-
 # ---- the lock --------------------------------------------------------------------------------------------------------
 
 
 class FolderLocks:
-    """The right to write in folders, as often as somebody of this process has taken it.
+    """The right to write in folders, as often as somebody of this process has taken it; and what is written.
 
     A lock belongs to an open file, however many handles there are of it: each holder has one, and the last ends the
     lock.
@@ -304,11 +296,8 @@ class FolderLocks:
 
     def __init__(self) -> None:
         self._held: dict[int, str] = {}  # handle → the folder's real path
+        self.written_to: set[str] = set()  # names of what saves of any engine write to: each has the save's id in it
         os.register_at_fork(after_in_child=self._close_all)
-
-    def _handles(self, folder: Path) -> list[int]:
-        real = os.path.realpath(folder)
-        return [handle for handle, held in self._held.items() if held == real]
 
     def holds(self, folder: Path) -> bool:
         """Whether this process has the right to write in ``folder``: not in one that has come in a held one's place."""
@@ -316,9 +305,10 @@ class FolderLocks:
 
     def _current(self, folder: Path) -> int | None:
         """A handle of the lock that lies in the folder now."""
-        for handle in self._handles(folder):
+        real = os.path.realpath(folder)
+        for handle, held in self._held.items():
             with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(handle), (folder / LOCK).stat()):
+                if held == real and os.path.samestat(os.fstat(handle), (folder / LOCK).stat()):
                     return handle
         return None
 
@@ -364,7 +354,8 @@ class FolderLocks:
 
     def release(self, folder: Path) -> None:
         """Give the right back, once for each :meth:`acquire`."""
-        for handle in self._handles(folder)[:1]:
+        real = os.path.realpath(folder)
+        if (handle := next((handle for handle, held in self._held.items() if held == real), None)) is not None:
             del self._held[handle]
             os.close(handle)
 
@@ -377,3 +368,4 @@ class FolderLocks:
 
 _OF_THIS_PROCESS = FolderLocks()
 acquire, release, holds = _OF_THIS_PROCESS.acquire, _OF_THIS_PROCESS.release, _OF_THIS_PROCESS.holds
+written_to = _OF_THIS_PROCESS.written_to

@@ -62,9 +62,9 @@ class Checkpointer:
             raise CheckpointError(f"{why}: the engine holds a mixture of two states. Load another one, or start again")
         # Of what a step meets all ranks learn at its boundary; one that raised before it would let the others wait.
         step = call in ("backward", "engine.step()") or (call == "forward" and torch.is_grad_enabled())
-        if (offload := self.engine.zero.offload) is not None and not step and not call.startswith("load_"):
-            for memory in offload.memories:
-                memory.check()
+        problem = self.engine.zero.offload.problem() if self.engine.zero.offload is not None else None
+        if problem is not None and not step and not call.startswith("load_"):
+            raise problem
 
     def holdings(self) -> EngineState:
         """The engine's model state, as a checkpoint stores it."""

@@ -146,7 +146,7 @@ class EngineState:
         elsewhere = {param for group in groups for param in group.params}
         return {names[0]: p.data for p, names in self.names().items() if p not in elsewhere}
 
-    def _named_buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor, list[str]]]:
+    def named_buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor, list[str]]]:
         """The buffers that belong into a state dict: module and key, the tensor, its names by all those of the module.
 
         Raises:
@@ -167,16 +167,12 @@ class EngineState:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Each module's buffers by the module's first name; what two modules share stands under both names."""
-        return {names[0]: buffer for _, _, buffer, names in self._named_buffers()}
-
-    def buffer_aliases(self) -> dict[str, tuple[str, ...]]:
-        """Further names of the buffers of a module that is used under several."""
-        return {first: tuple(more) for *_, (first, *more) in self._named_buffers() if more}
+        return {names[0]: buffer for _, _, buffer, names in self.named_buffers()}
 
     def make_buffers_writable(self) -> None:
         """Put a copy in the place of a buffer that values cannot be read into: a transposed or an inference tensor."""
         copies: dict[torch.Tensor, torch.Tensor] = {}
-        for module, key, buffer, _ in self._named_buffers():
+        for module, key, buffer, _ in self.named_buffers():
             if buffer.is_inference() or not buffer.is_contiguous():
                 if buffer not in copies:
                     copies[buffer] = buffer.clone(memory_format=torch.contiguous_format)
@@ -255,7 +251,6 @@ def collect(
             # Numbers that are tensors (a capturable learning rate) as numbers.
             value = group[key].item() if torch.is_tensor(group[key]) and group[key].numel() == 1 else group[key]
             groups[number][key] = _plain(value, f"optimizer group {number}, {key!r}")
-    aliases = {name: {"aliases": list(more)} for name, more in holdings.buffer_aliases().items()}
     manifest = Manifest(
         **facts,
         written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -263,8 +258,8 @@ def collect(
         world_size=comm.world_size,
         parameters=_parameters(holdings, dtypes, states),
         buffers={
-            name: {"shape": list(buffer.shape), "dtype": DTYPES[buffer.dtype], **aliases.get(name, {})}
-            for name, buffer in holdings.buffers().items()
+            name: {"shape": list(buffer.shape), "dtype": DTYPES[buffer.dtype]} | ({"aliases": more} if more else {})
+            for _, _, buffer, (name, *more) in holdings.named_buffers()
         },
         layout=[
             {

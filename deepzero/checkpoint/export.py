@@ -40,7 +40,7 @@ from deepzero.checkpoint.checkpoint_dir import complete_beside, room_for
 from deepzero.checkpoint.engine_state import EngineState
 from deepzero.checkpoint.errors import CheckpointError, agree_on, naming, own_words, together
 from deepzero.checkpoint.json_codec import DTYPES, ITEMSIZE, TORCH_DTYPES
-from deepzero.checkpoint.manifest import BUFFER, COMMIT, LATEST, MANIFEST, Entry
+from deepzero.checkpoint.manifest import COMMIT, LATEST, MANIFEST, Entry
 from deepzero.checkpoint.reader import CheckpointReader, read_own
 from deepzero.comm import process_group
 from deepzero.durable import Flushes, flush_folder, flush_parents, write_whole
@@ -339,17 +339,12 @@ def export(
     path = reader.path
     sources: dict[TensorPlan, tuple[str, str]] = {}  # → its key and name in the checkpoint
     left_out = []
-    for name, info in reader.manifest.parameters.items():
-        if info.numel and reader.extent(info.values_key, name) is None:
+    for key, name, stored_as, shape, others in reader.model_tensors():
+        if math.prod(shape) and reader.extent(key, name) is None:
             left_out.append(name)
             continue
-        short, *aliases = (_stripped(known, strip_prefix) for known in (name, *info.aliases))
-        plan = TensorPlan(short, _wanted(info.dtype, PRECISIONS[dtype]), info.shape, tuple(aliases))
-        sources[plan] = info.values_key, name
-    for name, buffer in reader.manifest.buffers.items():
-        kept = _wanted(buffer["dtype"], PRECISIONS[dtype])
-        short, *aliases = (_stripped(known, strip_prefix) for known in (name, *buffer.get("aliases", ())))
-        sources[TensorPlan(short, kept, tuple(buffer["shape"]), tuple(aliases))] = BUFFER, name
+        short, *aliases = (_stripped(known, strip_prefix) for known in (name, *others))
+        sources[TensorPlan(short, _wanted(stored_as, PRECISIONS[dtype]), shape, tuple(aliases))] = key, name
     if left_out and not partial:
         raise CheckpointError(
             f"{path} was saved without parameters that are not trained ({left_out[0]!r} and {len(left_out) - 1} more); "
@@ -401,8 +396,7 @@ def save_gathered(
         trained = holdings.trained()
         found: list[tuple[torch.Tensor, list[str]]]
         found = [(p, names) for p, names in holdings.names().items() if with_frozen or names[0] in trained]
-        more = holdings.buffer_aliases()
-        found += [(buffer, [name, *more.get(name, ())]) for name, buffer in holdings.buffers().items()]
+        found += [(buffer, names) for _, _, buffer, names in holdings.named_buffers()]
         for tensor, (name, *aliases) in found:
             if tensor.dtype not in DTYPES:
                 raise CheckpointError(f"{name!r} is {tensor.dtype}, which cannot be saved")

@@ -16,8 +16,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from deepzero.checkpoint.engine_state import EngineState, plain_name
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.export import INDEX_SUFFIX, MODEL_FILE
@@ -33,22 +31,24 @@ from deepzero.checkpoint.manifest import (
     Row,
     ShardInfo,
 )
-from deepzero.checkpoint.reader import CheckpointReader, StoredTensor, read_header, read_rows
+from deepzero.checkpoint.reader import CheckpointReader, StoredTensor, portions, read_header
 
 SUFFIX = ".safetensors"
-COMPARE_ELEMENTS = 1 << 20
 
 Found = tuple[Path, StoredTensor]
 """A tensor's file, and where in it."""
 
 
-def is_foreign(path: Path, tag: str | None) -> bool:
-    """Whether these are plain safetensors: one such file, or a folder with a model and no checkpoint in it."""
-    if tag is not None or any((path / name).exists() for name in (LATEST, MANIFEST, COMMIT)):
-        return False
-    if path.is_dir():
-        return any((path / name).is_file() for name in (MODEL_FILE, MODEL_FILE + INDEX_SUFFIX))
-    return path.name.endswith((SUFFIX, SUFFIX + INDEX_SUFFIX)) and path.is_file()
+def find_model(path: Path) -> Path | None:
+    """Of plain safetensors the file that is opened first, the only one or the index; None: these are none.
+
+    They are one such file, or a folder with a model and no checkpoint in it.
+    """
+    if any((path / name).exists() for name in (LATEST, MANIFEST, COMMIT)):
+        return None
+    files = [path / MODEL_FILE, path / (MODEL_FILE + INDEX_SUFFIX)] if path.is_dir() else [path]
+    models = [file for file in files if file.name.endswith((SUFFIX, SUFFIX + INDEX_SUFFIX)) and file.is_file()]
+    return models[0] if models else None
 
 
 def read_foreign(path: Path, tag: str | None, model: EngineState, weights: bool) -> CheckpointReader | None:
@@ -58,7 +58,8 @@ def read_foreign(path: Path, tag: str | None, model: EngineState, weights: bool)
         CheckpointError: a file is missing or damaged; a tied weight has two values; a float is stored for an integer;
             more than ``weights`` is wanted.
     """
-    if not is_foreign(path, tag):
+    entry = find_model(path) if tag is None else None
+    if entry is None:
         return None
     if path.is_file() and (path.parent / COMMIT).exists():
         raise CheckpointError(f"{path} is one rank's part of a checkpoint; give its folder, {path.parent}")
@@ -67,14 +68,8 @@ def read_foreign(path: Path, tag: str | None, model: EngineState, weights: bool)
             f"{path} holds plain safetensors: weights, without the state of an optimizer; load_module_only=True "
             "loads them"
         )
-    folder, indexed = (path, {}) if path.is_dir() else (path.parent, {})
-    if path.is_dir() and (path / MODEL_FILE).is_file():
-        files = [MODEL_FILE]
-    elif path.name.endswith(SUFFIX) and path.is_file():
-        files = [path.name]
-    else:
-        indexed = _read_index(folder / (MODEL_FILE + INDEX_SUFFIX) if path.is_dir() else path)
-        files = sorted(set(indexed.values()))
+    folder, indexed = entry.parent, _read_index(entry) if entry.name.endswith(INDEX_SUFFIX) else {}
+    files = sorted(set(indexed.values())) or [entry.name]
     stored: dict[str, Found] = {}
     for file in files:
         if not (folder / file).is_file():
@@ -170,15 +165,9 @@ def _parameter(tensor: StoredTensor, aliases: tuple[str, ...]) -> ParameterInfo:
 def _need_same_bits(first: Found, second: Found) -> None:
     """Tensors that are one parameter here must be one value there, to the bit: a NaN is equal to itself."""
     (file, a), (_, b) = first, second
-    equal = (a.shape, a.dtype) == (b.shape, b.dtype)
-    for start in range(0, a.numel if equal else 0, COMPARE_ELEMENTS):
-        pieces = []
-        for path, tensor in (first, second):
-            into = torch.empty(min(COMPARE_ELEMENTS, a.numel - start), dtype=TORCH_DTYPES[tensor.dtype])
-            read_rows(path, None, [(tensor.row(PARAMETER, tensor.name, start, into.numel()), into)])
-            pieces.append(into.view(torch.uint8))
-        equal = equal and torch.equal(*pieces)
-    if not equal:
+    places = [(path, tensor.row(PARAMETER, tensor.name)) for path, tensor in (first, second)]
+    pairs = zip(*(portions(path, None, [(row.offset, row.end)]) for path, row in places), strict=False)
+    if (a.shape, a.dtype) != (b.shape, b.dtype) or any(bytes(one) != bytes(other) for (_, one), (_, other) in pairs):
         raise CheckpointError(
             f"{file.parent} holds different tensors {a.name!r} and {b.name!r}, which are one parameter (tied) here: "
             "one of them would be lost. Build the model without tying them"

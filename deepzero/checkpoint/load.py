@@ -50,34 +50,27 @@ def open_checkpoint(
     Raises:
         CheckpointError: on every rank; see :func:`read_own` and the formats.
     """
-    found: CheckpointReader | tuple[bool, str] = (False, "")
+    found: CheckpointReader | CheckpointError | None = None
     if process_group.rank() == 0:
         try:
             foreign = (read(load_dir, tag, holdings, weights) for read in formats)
             found = next(filter(None, foreign), None) or read_own(load_dir, tag)
         except Exception as error:  # whatever it is: the others wait for this rank's word
-            found = isinstance(error, NoCheckpoint), reason(error)
+            found = (NoCheckpoint if isinstance(error, NoCheckpoint) else CheckpointError)(reason(error))
     found = process_group.broadcast_object(found)
-    if isinstance(found, CheckpointReader):
-        return found
-    nothing_yet, problem = found
-    raise (NoCheckpoint if nothing_yet else CheckpointError)(problem)
+    if isinstance(found, CheckpointError):
+        raise found
+    return found
 
 
-@contextlib.contextmanager
-def naming_another(load_dir: Path, tag: str | None) -> Iterator[None]:
+def naming_another(load_dir: Path, tag: str | None) -> contextlib.AbstractContextManager[None]:
     """Damage that is found inside is raised with the newest complete checkpoint beside it. A collective when it is."""
 
     def look() -> Path | None:
-        beside = None
-        if process_group.rank() == 0:
-            with contextlib.suppress(OSError):
-                beside = complete_beside(load_dir, tag)
-        found: Path | None = process_group.broadcast_object(beside)
-        return found
+        beside = complete_beside(load_dir, tag) if process_group.rank() == 0 else None
+        return process_group.broadcast_object(beside)
 
-    with naming(look):
-        yield
+    return naming(look)
 
 
 class Loader:

@@ -429,8 +429,7 @@ def _check_parameters(manifest: Manifest) -> None:
                 _need(encoded["dtype"] in ITEMSIZE, f"{what} has dtype {encoded['dtype']!r}")
                 _need(_numel_of(encoded["shape"], what) == 1, f"{what} has shape {encoded['shape']}")
                 value = encoded["value"]
-            stand_ins: dict[str, Any] = dict.fromkeys(tensor_names(value), _AnyTensor())
-            number = decode(value, stand_ins)
+            number = decode(value, _ANY_TENSORS)
             _need(value is encoded or isinstance(number, (bool, int, float)), f"{what} is {number!r}")
 
 
@@ -447,14 +446,16 @@ def _check_values(manifest: Manifest) -> None:
     for encoded in (encoded for group in manifest.optimizer["groups"] for encoded in group.values()):
         decode(encoded, {})
     for encoded in (manifest.client_state, manifest.lr_scheduler and manifest.lr_scheduler["state"]):
-        stand_ins: dict[str, Any] = dict.fromkeys(tensor_names(encoded), _AnyTensor())
-        decode(encoded, stand_ins)
+        decode(encoded, _ANY_TENSORS)
 
 
 class _AnyTensor:
-    """Stands for a tensor in a value that is decoded for a trial: nothing is allocated by a number in a manifest."""
+    """Stands for all tensors of a value that is decoded for a trial: nothing is allocated by a number in a manifest."""
 
     def reshape(self, *_: Any) -> _AnyTensor:
         return self
 
-    numpy = reshape
+    numpy = __getitem__ = reshape
+
+
+_ANY_TENSORS: Any = _AnyTensor()

@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from deepzero.checkpoint.checkpoint_dir import find, read_manifest
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.json_codec import ITEMSIZE, TORCH_DTYPES, decode, tensor_names
-from deepzero.checkpoint.manifest import CLIENT, Entry, Manifest, Row, ShardInfo, listed
+from deepzero.checkpoint.manifest import BUFFER, CLIENT, Entry, Manifest, Row, ShardInfo, listed
 
 READ_BYTES = 8 << 20
 
@@ -47,13 +47,17 @@ class CheckpointReader:
         for rows in self._rows.values():
             rows.sort(key=lambda item: item[0].start)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.path, self.manifest, self.checked)
-
     def extent(self, key: str, name: str) -> tuple[int, torch.dtype] | None:
         """Elements and dtype of what is stored under these names; None: nothing is."""
         rows = [row for row, _ in self._rows.get((key, name), ())]
         return (sum(row.numel for row in rows), TORCH_DTYPES[rows[0].dtype]) if rows else None
+
+    def model_tensors(self) -> Iterator[tuple[str, str, str, tuple[int, ...], Sequence[str]]]:
+        """Key, name, dtype, shape and further names of every parameter and buffer, whether or not it was saved."""
+        for name, info in self.manifest.parameters.items():
+            yield info.values_key, name, info.dtype, info.shape, info.aliases
+        for name, buffer in self.manifest.buffers.items():
+            yield BUFFER, name, buffer["dtype"], tuple(buffer["shape"]), buffer.get("aliases", ())
 
     def read(self, wanted: Iterable[Entry]) -> dict[str, list[Run]]:
         """Fill what is wanted; returns the runs of blocks that were read, by file.
@@ -80,7 +84,7 @@ class CheckpointReader:
 
     def check(self, file: str, runs: Iterable[Run]) -> None:
         """Read runs of blocks only to see that they are right."""
-        for _ in _portions(self.path / file, self.manifest.files[file] if self.checked else None, runs):
+        for _ in portions(self.path / file, self.manifest.files[file] if self.checked else None, runs):
             pass
 
     def value(self, encoded: Any) -> Any:
@@ -115,7 +119,7 @@ def read_rows(path: Path, info: ShardInfo | None, parts: Iterable[tuple[Row, tor
     runs = merge(spans) if info is not None else spans
     starts = [row.offset for row, _ in parts]
     widest = max((row.nbytes for row, _ in parts), default=0)
-    for offset, data in _portions(path, info, runs):
+    for offset, data in portions(path, info, runs):
         first, last = bisect.bisect_left(starts, offset - widest), bisect.bisect_left(starts, offset + len(data))
         for row, into in parts[first:last]:
             if row.end > offset:
@@ -123,12 +127,12 @@ def read_rows(path: Path, info: ShardInfo | None, parts: Iterable[tuple[Row, tor
     return runs
 
 
-def _portions(path: Path, info: ShardInfo | None, runs: Iterable[Run]) -> Iterator[tuple[int, memoryview]]:
+def portions(path: Path, info: ShardInfo | None, runs: Iterable[Run]) -> Iterator[tuple[int, memoryview]]:
     """(offset in the file, bytes) of runs of blocks, checked; the memory is used again for the next portion."""
     runs, block_bytes = list(runs), info.block_bytes if info is not None else 1
     size = info.bytes if info is not None else max((last for _, last in runs), default=0)
     # No larger than the longest run: most parameters are small, and clearing memory takes time, too.
-    step = min(max(1, READ_BYTES // block_bytes), max((last - first for first, last in runs), default=1))
+    step = max(1, min(READ_BYTES // block_bytes, max((last - first for first, last in runs), default=1)))
     buffer = bytearray(step * block_bytes)
     try:
         file = os.open(path, os.O_RDONLY)
@@ -227,10 +231,9 @@ class StoredTensor:
         """Elements."""
         return math.prod(self.shape)
 
-    def row(self, key: str, name: str, start: int = 0, numel: int | None = None) -> Row:
-        """Some of its elements under these names; None: all."""
-        offset = self.offset + start * ITEMSIZE[self.dtype]
-        return Row(key, name, self.dtype, start, self.numel if numel is None else numel, offset)
+    def row(self, key: str, name: str) -> Row:
+        """All of it under these names."""
+        return Row(key, name, self.dtype, 0, self.numel, self.offset)
 
 
 def read_header(path: Path) -> tuple[dict[str, str], list[StoredTensor]]:

@@ -98,17 +98,15 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-class _Digest:
-    """CRC-32 of each block, and SHA-256 of everything if there is time, of bytes that come in any portions."""
+class BlockSums:
+    """CRC-32 of each block of bytes that come in any portions."""
 
-    def __init__(self, block_bytes: int, whole: bool) -> None:
-        self.block_bytes, self.sha256 = block_bytes, hashlib.sha256() if whole else None
-        self.crcs: list[int] = []
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes, self.crcs = block_bytes, list[int]()
         self._filled = block_bytes  # of the last block; a full one: another begins
 
     def update(self, view: memoryview) -> None:
-        if self.sha256 is not None:
-            self.sha256.update(view)
+        """The next portion."""
         while len(view):
             if self._filled == self.block_bytes:
                 self.crcs.append(0)
@@ -131,16 +129,17 @@ def write_shard(path: Path, plan: ShardPlan, rank: int, progress: Callable[[int]
     ``progress`` is called about once a second with the number of bytes written, and after each flush.
     """
     behind = plan.image is not None
-    digest = _Digest(block_bytes_for(plan.bytes), whole=not behind)
+    sums, sha256 = BlockSums(block_bytes_for(plan.bytes)), None if behind else hashlib.sha256()
     written, said = 0, time.monotonic()
     try:
         with _new_file(path, behind) as file:
             flushes = Flushes(file)
             for part in _portions_of(plan):
-                digest.update(part)
-                if behind:
+                sums.update(part)
+                if sha256 is None:
                     _put_direct(file, part, written)
                 else:
+                    sha256.update(part)
                     put(file, part)
                 written += len(part)
                 if flushes.wrote(len(part)) or time.monotonic() - said > 1.0:
@@ -149,9 +148,9 @@ def write_shard(path: Path, plan: ShardPlan, rank: int, progress: Callable[[int]
             flushes.flush()
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
-    sha256 = digest.sha256.hexdigest() if digest.sha256 is not None else None
-    crc32 = "".join(f"{crc:08x}" for crc in digest.crcs)
-    return ShardInfo(rank, plan.bytes, sha256, digest.block_bytes, crc32, plan.rows)
+    crc32 = "".join(f"{crc:08x}" for crc in sums.crcs)
+    whole = None if sha256 is None else sha256.hexdigest()
+    return ShardInfo(rank, plan.bytes, whole, sums.block_bytes, crc32, plan.rows)
 
 
 def _portions_of(plan: ShardPlan) -> Iterator[memoryview]:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 
 from deepzero.checkpoint.checkpoint_dir import find, others
@@ -31,6 +30,7 @@ from deepzero.checkpoint.manifest import (
     shard_name,
 )
 from deepzero.checkpoint.reader import READ_BYTES, merge, read_header
+from deepzero.checkpoint.shard_file import BlockSums
 
 
 @dataclass
@@ -117,28 +117,25 @@ def _check_files(report: VerifyReport, manifest: Manifest) -> Iterator[str]:
 
 def _check_bytes(report: VerifyReport, name: str, info: ShardInfo) -> Iterator[str]:
     """Size, every block's CRC-32, and in the same pass the SHA-256."""
-    path, digest, number = report.path / name, hashlib.sha256(), 0
+    path, sums, sha256, read = report.path / name, BlockSums(info.block_bytes), hashlib.sha256(), 0
     if (size := path.stat().st_size) != info.bytes:
         yield f"{name}: has {size} bytes and should have {info.bytes}"
     if len(info.crc32) != 8 * info.blocks:
         raise ValueError(f"{len(info.crc32)} digits of CRC-32 for {info.blocks} blocks of {name}")
-    bad: list[tuple[int, int]] = []
-    with open(path, "rb", buffering=READ_BYTES) as file:
-        while block := file.read(min(info.block_bytes, size + 1)):  # a damaged manifest may give any block size
-            digest.update(block)
-            report.bytes += len(block)
-            own = block[: max(0, info.bytes - number * info.block_bytes)]  # without what was appended to the file
-            if number < info.blocks and zlib.crc32(own) != info.block_crc(number):
-                bad.append((number, number + 1))
-            number += 1
-    if number < info.blocks:
-        bad.append((number, info.blocks))
+    with open(path, "rb", buffering=0) as file:
+        while portion := file.read(READ_BYTES):
+            sha256.update(portion)
+            sums.update(memoryview(portion)[: max(0, info.bytes - read)])  # without what was appended to the file
+            read += len(portion)
+    report.bytes += read
+    found = [*sums.crcs, *repeat(None, info.blocks - len(sums.crcs))]  # none of what was cut off
+    bad = [(number, number + 1) for number, crc in enumerate(found) if crc != info.block_crc(number)]
     for first, last in merge(bad):
         start, end = first * info.block_bytes, min(last * info.block_bytes, info.bytes)
         yield from (
             f"{name}: bytes {start} to {end} are not what was written: {what}" for what in _lost(info, start, end)
         )
-    if not bad and info.sha256 is not None and digest.hexdigest() != info.sha256:
+    if not bad and info.sha256 is not None and sha256.hexdigest() != info.sha256:
         yield f"{name}: its SHA-256 is not the manifest's"
 
 

@@ -27,7 +27,7 @@ from torch import nn
 from deepzero.checkpoint.checkpoint_dir import SCRIPT, is_complete
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, INDEX_SUFFIX, MODEL_FILE, Exported, export, saying
-from deepzero.checkpoint.manifest import BUFFER, Entry, listed
+from deepzero.checkpoint.manifest import Entry, listed
 from deepzero.checkpoint.reader import CheckpointReader, read_own
 from deepzero.compat import deepspeed_checkpoint
 from deepzero.compat.utilities import logger
@@ -92,10 +92,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
     reader, found = _open(checkpoint_dir, tag, exclude_frozen_parameters), dict[str, Any]()
-    infos, buffers = reader.manifest.parameters.items(), reader.manifest.buffers.items()
-    rows = [(info.values_key, name, info.shape, info.aliases) for name, info in infos]
-    rows += [(BUFFER, name, buffer["shape"], buffer.get("aliases", ())) for name, buffer in buffers]
-    for key, name, shape, aliases in rows:
+    for key, name, _, shape, aliases in reader.model_tensors():
         _, stored = reader.extent(key, name) or (0, torch.float32 if 0 in shape else None)
         if stored is not None:
             dtype = torch.float32 if stored.is_floating_point else stored
