@@ -150,6 +150,16 @@ class Communicator:
         """Raise on every rank when one has a ``problem``. See ``process_group.raise_on_all_ranks``."""
         process_group.raise_on_all_ranks(problem, error)
 
+    @contextlib.contextmanager
+    def together(self, error: Callable[[str], Exception], *foreseen: type[Exception]) -> Iterator[None]:
+        """What is ``foreseen`` and one rank raises inside, all raise as an ``error`` of its words. A collective."""
+        problem = None
+        try:
+            yield
+        except foreseen as raised:
+            problem = str(raised)
+        self.raise_on_all_ranks(problem, error)
+
     def _broadcast(self, tensor: torch.Tensor, src: int, kind: str) -> None:
         process_group.broadcast_tensor(tensor, src, kind)
 

@@ -112,17 +112,15 @@ class HostBuffers:
 class Parked:
     """One storage in host memory. When no graph needs it any more, its buffer goes back by itself."""
 
-    def __init__(self, tensor: torch.Tensor, buffers: HostBuffers, serial: int, before: Parked | None) -> None:
+    def __init__(self, tensor: torch.Tensor, buffers: HostBuffers, serial: int) -> None:
         storage = tensor.untyped_storage()
         self.serial, self.nbytes, self.version = serial, storage.nbytes(), tensor._version
         self.host = buffers.take(self.nbytes)
         # While this refers to it, no other storage gets the same identity.
         self.source = StorageWeakRef(storage)
-        # Packed before this one, so needed after it.
-        self.before = weakref.ref(before) if before is not None else None
         # Its bytes on the device, while somebody uses them; and the same, kept until another one is used: what two
         # functions saved, one after the other, is fetched once.
-        self.here: TensorWeakRef | None = None
+        self.here: Callable[[], torch.Tensor | None] = lambda: None
         self.flat: torch.Tensor | None = None
         # The backward pass that has used it, or for which it has been fetched ahead.
         self.asked_by = -1
@@ -157,14 +155,13 @@ class HostActivations:
         self.wire, self._parameters, self.min_bytes = wire, parameters, min_bytes
         self.buffers = HostBuffers(wire.device, pin, wire.chaos.enabled)
         self._serials = itertools.count()
-        # By the storage's identity.
+        # By the storage's identity, and by serial: the one before was packed before it, so is needed after it.
         self._parked: weakref.WeakValueDictionary[int, Parked] = weakref.WeakValueDictionary()
+        self._by_serial: weakref.WeakValueDictionary[int, Parked] = weakref.WeakValueDictionary()
         self._leaving: deque[tuple[torch.Tensor, Parked, Transfer]] = deque()
         # Fetched ahead, by serial: nobody has asked for them yet.
         self._ahead: dict[int, tuple[torch.Tensor, Transfer]] = {}
-        # Packed last, and fetched last.
-        self._last: weakref.ref[Parked] | None = None
-        self._used: weakref.ref[Parked] | None = None
+        self._used: Callable[[], Parked | None] = lambda: None  # fetched last
         self._stays: set[int] = set()
 
     @contextlib.contextmanager
@@ -178,7 +175,7 @@ class HostActivations:
             copy.wait()
             del flat  # not before the wait is in the stream
         self._stays = {tensor.untyped_storage()._cdata for tensor in self._parameters()}
-        self._last = None
+        next(self._serials)  # before the first of a pass there is none
         self.wire.meter.close_step()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -206,8 +203,8 @@ class HostActivations:
             return SavedTensor.of(tensor)
         storage = tensor.untyped_storage()
         if (parked := self._parked.get(storage._cdata)) is None or parked.version != tensor._version:
-            parked = Parked(tensor, self.buffers, next(self._serials), self._last() if self._last is not None else None)
-            self._parked[storage._cdata], self._last = parked, weakref.ref(parked)
+            parked = Parked(tensor, self.buffers, next(self._serials))
+            self._parked[storage._cdata] = self._by_serial[parked.serial] = parked
             copy = self.wire.to_host(ACTIVATIONS_TO_HOST, parked.host, bytes_of_storage(storage, tensor.device))
             parked.copies.append(copy)
             # The tensor lives until its copy has left; the buffer belongs to the copy as long.
@@ -242,19 +239,19 @@ class HostActivations:
         """Its bytes on the device: they are there, or are on their way, or are launched now."""
         self._settle(0)
         task = torch._C._current_graph_task_id()
-        here = parked.here() if parked.here is not None else None
+        here = parked.here()
         ahead = self._ahead.pop(parked.serial, None)
         copy: Transfer | None = None
         if here is None:
             here, copy = ahead if ahead is not None else self._launch(parked)
             parked.here = TensorWeakRef(here)
-        if (used := self._used() if self._used is not None else None) is not None:
+        if (used := self._used()) is not None:
             used.flat = None
         parked.flat, self._used, parked.asked_by = here, weakref.ref(parked), task
-        before = parked.before() if parked.before is not None else None
+        before = self._by_serial.get(parked.serial - 1)
         if before is not None and task != -1 and before.asked_by != task:
             before.asked_by = task
-            if before.here is None or before.here() is None:
+            if before.here() is None:
                 self._ahead[before.serial] = self._launch(before)
         if copy is not None:
             copy.wait()  # behind the launch of the next one, which travels meanwhile

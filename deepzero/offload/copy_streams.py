@@ -88,6 +88,8 @@ class OffloadStats:
 class Transfer:
     """Bytes under way. Source and destination belong to it until :meth:`wait` or :meth:`finish` has returned."""
 
+    _stream: Stream | None = None  # on which it was launched
+
     def wait(self) -> None:
         """The current stream goes on when the destination is complete."""
         raise NotImplementedError
@@ -106,9 +108,10 @@ class Transfer:
 
         ``alone``: nothing is issued, as there is only one rank; so the transfer may still be put off.
         """
-        if not alone:
+        if self._stream is None and not alone:
             self.finish()
-        yield
+        with self._stream.running() if self._stream is not None else contextlib.nullcontext():
+            yield
 
 
 class PendingCopy(Transfer):
@@ -118,12 +121,7 @@ class PendingCopy(Transfer):
     """
 
     def __init__(
-        self,
-        chaos: Chaos,
-        kind: str,
-        nbytes: int,
-        stream: Stream | None = None,
-        put_off: Callable[[], None] | None = None,
+        self, chaos: Chaos, kind: str, nbytes: int, stream: Stream | None, put_off: Callable[[], None] | None
     ) -> None:
         self.kind, self.nbytes = kind, nbytes
         self._chaos, self._stream, self._put_off = chaos, stream, put_off
@@ -144,12 +142,6 @@ class PendingCopy(Transfer):
             self._after.record()
         self._waited = True
         self._catch_up()
-
-    @contextlib.contextmanager
-    def afterwards(self, alone: bool = False) -> Iterator[None]:
-        """As :meth:`Transfer.afterwards`."""
-        with self._stream.running() if self._stream is not None else super().afterwards(alone):
-            yield
 
     def finish(self) -> None:
         """The program goes on when the destination is complete and the source may be written over."""
@@ -236,7 +228,7 @@ class HostDeviceCopier:
         self.ledger.record(kind, source.numel(), source.nbytes, padding, where=where, what="copy")
         if self._streams:
             stream, ready = self._streams[way], self._accelerator.event(self.device)
-            copy = PendingCopy(self.chaos, kind, source.nbytes, stream)
+            copy = PendingCopy(self.chaos, kind, source.nbytes, stream, None)
             # Both tensors are the compute stream's until here: the copy begins behind what has been issued there.
             ready.record()
             with stream.running(), self._ranges.moving(way, kind, where):
@@ -257,4 +249,4 @@ class HostDeviceCopier:
         put_off = self.chaos.puts_off()
         if not put_off:
             in_line()
-        return PendingCopy(self.chaos, kind, source.nbytes, put_off=in_line if put_off else None)
+        return PendingCopy(self.chaos, kind, source.nbytes, None, in_line if put_off else None)

@@ -144,12 +144,8 @@ class DelayedOptimizerShard(HostOptimizerShard):
         Raises:
             RuntimeError: on every rank. An update failed on one, or a parameter was written that it would change.
         """
-        problem = None
-        try:
+        with self.groups[0].comm.together(RuntimeError, RuntimeError):
             self._check_unwritten()
-        except RuntimeError as error:
-            problem = str(error)
-        self.groups[0].comm.raise_on_all_ranks(problem)
         self._send()
 
     def _send(self) -> None:

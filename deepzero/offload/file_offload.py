@@ -22,7 +22,6 @@ Source: [ZeRO-Infinity], sections 5.1.1 and 6.2; ``runtime/swap_tensor/pipelined
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -368,8 +367,7 @@ class FileOptimizerShard(HostOptimizerShard):
 
     def memory_problem(self) -> RuntimeError | None:
         """A file into which a write has failed, in this step or before."""
-        broken = [memory.broken for memory in self.host.memories if memory.broken is not None]
-        return RuntimeError(broken[0]) if broken else None
+        return self.host.problem()
 
     def _pieces(self, upload: HostParamUpload) -> list[FilePiece]:
         """What of a bucket lies in files."""
@@ -396,17 +394,14 @@ class FileOptimizerShard(HostOptimizerShard):
 
     def _in_memory(self) -> Generator[HostParamUpload]:
         """The buckets, one after the other; others are read and written meanwhile, as the settings say."""
-        settings, ahead = self.host.settings, iter(self._found)
+        settings, left = self.host.settings, deque(self._found)
         free, coming = deque(self._buffers), deque[BucketBuffer]()
 
-        def read_next() -> bool:
-            for upload, pieces in itertools.islice(ahead, 1):
-                buffer = free.popleft()
-                buffer.finish()  # what it held has left
-                buffer.read(self._wire, upload, pieces, self.rank)
-                coming.append(buffer)
-                return True
-            return False
+        def read_next() -> None:
+            buffer = free.popleft()
+            buffer.finish()  # what it held has left
+            buffer.read(self._wire, *left.popleft(), self.rank)
+            coming.append(buffer)
 
         self._wire.ahead.discard()
         try:
@@ -415,15 +410,15 @@ class FileOptimizerShard(HostOptimizerShard):
                 buffer = coming.popleft()
                 buffer.finish()
                 # One ahead, though its buffer may have to leave first; more where buffers are at hand.
-                while settings.pipeline_read and free and (not coming or free[0].is_over()) and read_next():
-                    pass
+                while left and settings.pipeline_read and free and (not coming or free[0].is_over()):
+                    read_next()
                 with buffer.in_place() as upload:
                     yield upload
                 buffer.write()
                 if not settings.pipeline_write:
                     buffer.finish()
                 free.append(buffer)
-                if not settings.pipeline_read:
+                if left and not settings.pipeline_read:
                     read_next()
         finally:
             # Whoever reads states outside of a step reads them through the mapping: nothing may be under way.

@@ -145,7 +145,7 @@ class FileStore(HostMemory):
         except OSError as error:
             problem = f"no file can be made there ({error.strerror}); choose a folder that this user may write to"
             raise ConfigError(f"{setting}: {problem}") from None
-        self._close = weakref.finalize(self, os.close, descriptor)
+        close = self._ends.callback(weakref.finalize(self, os.close, descriptor))
         if shutil.disk_usage(self.folder).free < self.nbytes:
             gc.collect()  # an engine that was destroyed may lie in a cycle, and hold its file
         free = shutil.disk_usage(self.folder).free
@@ -153,7 +153,7 @@ class FileStore(HostMemory):
             os.posix_fallocate(descriptor, 0, max(self.nbytes, 1))
             self._memory = mmap.mmap(descriptor, max(self.nbytes, 1), flags=mmap.MAP_SHARED)
         except OSError as error:
-            self._close()
+            close()
             raise ConfigError(
                 f"{setting}: {describe_bytes(self.regions)} are needed there for each rank of this host, and "
                 f"{binary_bytes(free)} were free ({error.strerror}); make room, choose another folder, use more hosts, "
@@ -163,6 +163,7 @@ class FileStore(HostMemory):
             self._memory.madvise(mmap.MADV_DONTFORK)  # a data worker has nothing to look for here
         self.direct = self._switch_to_direct() if self.nbytes else True
         self._pool = thread_pool(THREADS, "deepzero-files")
+        self._ends.callback(self._pool.shutdown)
 
     def _switch_to_direct(self) -> bool:
         """Whether the file system takes direct I/O, by which the mapping is seen, and which the mapping sees."""
@@ -231,12 +232,6 @@ class FileStore(HostMemory):
         self._memory.madvise(mmap.MADV_DONTNEED)  # the pages stay in the file: it is shared, not private
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def close(self) -> None:
-        """End the threads. The space goes back to the disk when the last carved tensor is gone."""
-        super().close()
-        self._pool.shutdown()
-        self._close()
-
 
 class DryRunStore(WithoutValues, FileStore):
     """The file of a dry run: what would be moved is counted."""
@@ -247,7 +242,3 @@ class DryRunStore(WithoutValues, FileStore):
 
     def drop_pages(self) -> None:
         """There are none."""
-
-    def close(self) -> None:
-        """Forget the tensors."""
-        HostMemory.close(self)

@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -100,29 +100,27 @@ def build_host(
     plan = HostPlan.of(planned, config, dtypes, moment_bytes, depth, optimizer)
     neighbours, threads = _neighbours(settings.threads, comm)
     filed = in_files(config)
-    with _agreed(comm):
-        if (wanted := settings.threads) is not None and wanted > 4 * (cores := len(usable_cores())):
-            raise ConfigError(
-                f"zero.offload_optimizer.threads={wanted}: this rank has {cores} cores, and more than {4 * cores} "
-                "threads would only wait for each other"
-            )
-        check_optimizer(settings, optimizer)
-        buffers = FileBuffers.plan(config, planned, plan.sums, *dtypes)
     made = (comm.device, comm.ledger, comm.chaos, OffloadStats(), comm.ranges)
     wire = FileWire(*made) if filed else HostDeviceCopier(*made)
     make_shard: Callable[..., HostOptimizerShard]
     make_shard = DelayedOptimizerShard if settings.delayed_update else HostOptimizerShard
     files: Mapping[str, HostMemory] = {}
     with contextlib.ExitStack() as undo:
-        with _agreed(comm):
+        with comm.together(ConfigError, ConfigError, HostMemoryError):
+            if (wanted := settings.threads) is not None and wanted > 4 * (cores := len(usable_cores())):
+                raise ConfigError(
+                    f"zero.offload_optimizer.threads={wanted}: this rank has {cores} cores, and more than {4 * cores} "
+                    "threads would only wait for each other"
+                )
+            check_optimizer(settings, optimizer)
+            buffers = FileBuffers.plan(config, planned, plan.sums, *dtypes)
             in_memory = [*itertools.chain(*buffers), *(r for r in plan.regions if r.category not in filed)]
             arena = HostArena(in_memory, comm.device, asks_for_pinning(settings, param), plan.elsewhere, neighbours)
             undo.callback(arena.close)
-        if isinstance(wire, FileWire):
-            undo.callback(wire.close)
-            with _agreed(comm):
+            if isinstance(wire, FileWire):
+                undo.callback(wire.close)
                 wire.open(plan.regions, config)
-            files, make_shard = wire.files, partial(FileOptimizerShard, wire, wire.carve(buffers, arena))
+                files, make_shard = wire.files, partial(FileOptimizerShard, wire, wire.carve(buffers, arena))
         undo.pop_all()
     on_device = sum(g.layout.shard_numel - g.host_parameter_numel for g in planned if g.partitioned)
     if comm.rank == 0 and param.device == "cpu" and on_device:
@@ -223,14 +221,3 @@ def _neighbours(wanted: int | None, comm: Communicator) -> tuple[int, int]:
     # Ranks that are bound to cores of their own share them with nobody.
     sharing = sum(bool(cores & mine) for cores in neighbours)
     return len(neighbours), wanted or max(1, len(mine) // max(sharing, 1))
-
-
-@contextlib.contextmanager
-def _agreed(comm: Communicator) -> Iterator[None]:
-    """All ranks get through, or all raise, with the words of the first that did not."""
-    problem = None
-    try:
-        yield
-    except (HostMemoryError, ConfigError) as error:
-        problem = str(error)
-    comm.raise_on_all_ranks(problem, ConfigError)

@@ -28,10 +28,10 @@ Source: ``offload_states`` and ``reload_states`` in [DeepSpeed], ``runtime/engin
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -88,16 +88,13 @@ class OffloadedParameter(_Away, nn.Parameter):
     __repr__ = OffloadedTensor.__repr__  # type: ignore[assignment]
 
 
-class StorageSpec(NamedTuple):
-    """One storage that is to leave; without ``keep`` nobody needs what is in it, and it comes back as zeros."""
-
-    storage: torch.UntypedStorage
-    keep: bool
+Leaving: TypeAlias = "list[tuple[torch.UntypedStorage, bool]]"
+"""Storages, each with whether anybody needs what is in it: else it comes back as zeros."""
 
 
-def plan(leaving: Sequence[StorageSpec]) -> list[Region]:
+def plan(leaving: Leaving) -> list[Region]:
     """The arena for what has to be kept: a region of bytes for each storage."""
-    return [Region(HOST_STATES, one.storage.nbytes(), torch.uint8) for one in leaving if one.keep]
+    return [Region(HOST_STATES, storage.nbytes(), torch.uint8) for storage, keep in leaving if keep]
 
 
 class OffloadedStorages:
@@ -110,14 +107,12 @@ class OffloadedStorages:
         HostMemoryError: there is no memory for the arena. Nothing has changed.
     """
 
-    def __init__(
-        self, leaving: Sequence[StorageSpec], reachable: Iterable[torch.Tensor], wire: HostDeviceCopier, pin: bool
-    ) -> None:
+    def __init__(self, leaving: Leaving, reachable: Iterable[torch.Tensor], wire: HostDeviceCopier, pin: bool) -> None:
         self._wire, regions = wire, plan(leaving)
         self.arena = HostArena(regions, wire.device, pin)
         rooms = (self.arena.allocate(*region) for region in regions)
         # Each with its size, and the room for what is in it.
-        self._gone = [(one.storage, one.storage.nbytes(), next(rooms) if one.keep else None) for one in leaving]
+        self._gone = [(storage, storage.nbytes(), next(rooms) if keep else None) for storage, keep in leaving]
         self._copies: list[Transfer] = []
         kept = [(room, bytes_of_storage(storage, wire.device)) for storage, _, room in self._gone if room is not None]
         for copy in [wire.to_host(STATES_TO_HOST, *pair) for pair in kept]:
@@ -133,8 +128,8 @@ class OffloadedStorages:
                 self._marked.append((tensor, type(tensor)))
                 tensor.__class__ = OffloadedParameter if isinstance(tensor, nn.Parameter) else OffloadedTensor
 
-    def come_back(self, non_blocking: bool) -> None:
-        """Fill the storages again, and unmark the tensors. With ``non_blocking`` :meth:`close` is to be called later.
+    def come_back(self) -> None:
+        """Fill the storages again, and unmark the tensors; :meth:`close` is to be called later.
 
         Raises:
             torch.OutOfMemoryError: the device has no room. Everything is as it was before.
@@ -157,8 +152,6 @@ class OffloadedStorages:
         for tensor, kind in self._marked:
             tensor.__class__ = kind
         self._gone, self._marked = [], []
-        if not non_blocking:
-            self.close()
 
     def close(self) -> None:
         """Give the arena back, when the copies from it have arrived: to unlock pages is to wait for all of them."""
@@ -202,16 +195,15 @@ class StateOffloader:
             leaving, moved = self._storages_of(chosen)
             reachable = self._reachable()
         moved = self._check_hosts(leaving, moved)
-        made = problem = None
+        made, advice = None, " (or pass pin_memory=False to offload_states)" if pin_memory else ""
+        error = lambda text: HostMemoryError(f"offload_states: {text}{advice}")
         try:
-            made = OffloadedStorages(leaving, reachable, self._wire, pin_memory) if leaving else None
-        except HostMemoryError as error:
-            problem = f"{error} (or pass pin_memory=False to offload_states)" if pin_memory else str(error)
-        try:
-            process_group.raise_on_all_ranks(problem, lambda text: HostMemoryError(f"offload_states: {text}"))
+            with self.engine.comm.together(error, HostMemoryError):
+                made = OffloadedStorages(leaving, reachable, self._wire, pin_memory) if leaving else None
         except HostMemoryError:
             if made is not None:
-                made.come_back(non_blocking=False)
+                made.come_back()
+                made.close()
                 self._after_return()
             raise
         self.offloaded += [made] if made is not None else []
@@ -225,7 +217,7 @@ class StateOffloader:
         """``engine.reload_states``."""
         self._close_reloaded()
         while self.offloaded:  # one that has no room on the device stays in the list
-            self.offloaded[0].come_back(non_blocking)
+            self.offloaded[0].come_back()
             self._reloading.append(self.offloaded.pop(0))
         self.away = frozenset()
         self._after_return()
@@ -279,11 +271,10 @@ class StateOffloader:
 
     # ---- 2: which storages -------------------------------------------------------------------------------------------
 
-    def _storages_of(self, chosen: frozenset[str]) -> tuple[list[StorageSpec], frozenset[str]]:
+    def _storages_of(self, chosen: frozenset[str]) -> tuple[Leaving, frozenset[str]]:
         """The storages of some categories, each once; and all categories that have one of these."""
-        owners: dict[int, set[str]] = {}
-        storages: dict[int, torch.UntypedStorage] = {}
-        kept: set[int] = set()
+        # By its identity: a storage, the categories that have it, and which of them need what is in it.
+        found: dict[int, tuple[torch.UntypedStorage, set[str], set[str]]] = {}
         for category, tensors in self.states().items():
             for tensor, keep in tensors:
                 if tensor.layout is not torch.strided or tensor.device.type != self.engine.comm.device.type:
@@ -291,12 +282,12 @@ class StateOffloader:
                 storage = tensor.untyped_storage()
                 # What the program brought along (memory of numpy, of a file) is not ours to free; nor is the arena's.
                 if storage.nbytes() and storage.resizable():
-                    storages.setdefault(storage._cdata, storage)
-                    owners.setdefault(storage._cdata, set()).add(category)
-                    kept |= {storage._cdata} if keep else set()
-        found = [key for key, names in owners.items() if names & chosen]
-        moved = frozenset().union(*(owners[key] for key in found))
-        return [StorageSpec(storages[key], key in kept) for key in found], moved
+                    _, owners, needed = found.setdefault(storage._cdata, (storage, set(), set()))
+                    owners.add(category)
+                    needed |= {category} if keep else set()
+        leaving = [one for one in found.values() if one[1] & chosen]
+        moved = frozenset().union(*(owners for _, owners, _ in leaving))
+        return [(storage, bool(needed)) for storage, _, needed in leaving], moved
 
     def states(self) -> dict[str, list[tuple[torch.Tensor, bool]]]:
         """Each category's tensors, and whether anybody needs what is in them."""
@@ -342,7 +333,7 @@ class StateOffloader:
 
     # ---- 3: on every rank or on none ---------------------------------------------------------------------------------
 
-    def _check_hosts(self, leaving: list[StorageSpec], moved: frozenset[str]) -> frozenset[str]:
+    def _check_hosts(self, leaving: Leaving, moved: frozenset[str]) -> frozenset[str]:
         """Raise where a host has no room for its ranks' arenas. Returns what any rank moves."""
         mine = (socket.gethostname(), required_bytes(plan(leaving)), moved, available_host_bytes())
         everyone = process_group.all_gather_object(mine)

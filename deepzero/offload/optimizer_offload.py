@@ -95,6 +95,11 @@ class Offload:
         """The ledger's word for what is allocated under ``category``."""
         return category.replace(HostMemory.prefix, self.files.get(category, self.arena).prefix)
 
+    def problem(self) -> RuntimeError | None:
+        """That what lies in a file is half old, half new, if it is."""
+        broken = [memory.broken for memory in self.memories if memory.broken is not None]
+        return RuntimeError(broken[0]) if broken else None
+
     def drop_pages(self) -> None:
         """Give memory back in which pages of files lie."""
         for memory in self.memories:
@@ -147,7 +152,7 @@ class Offload:
         for group in groups:
             group.before_write = self.wire.finish_reads
         if self.sums is not None:
-            self.shard = self.make_shard(self, optimizer, groups, *given, **more)
+            self.shard = self.make_shard(self, self.sums, optimizer, groups, *given, **more)
         self.drop_pages()  # the first values of masters and parameters are in their files
         # Without a bucket to step on, only parameters are on the host.
         return self.shard if self.shard is not None else OptimizerShard(optimizer, groups, *given, **more)
@@ -429,14 +434,11 @@ class HostOptimizerShard(OptimizerShard):
 
     The step goes sub-group by sub-group: first what is left on the device, which a GPU does while the CPU goes on;
     then, in host memory, one bucket after the other. A bucket's parameters leave while the next one is updated.
-    Arguments after ``host``, of which the shard is carved, are those of :class:`OptimizerShard`.
+    Arguments after ``host``, of which the shard is carved, and its ``sums`` are those of :class:`OptimizerShard`.
     """
 
-    def __init__(self, host: Offload, *given: Any, **more: Any) -> None:
-        if host.sums is None:
-            raise RuntimeError("no bucket is on the host")
-        self.host = host
-        self.gradients = host.sums
+    def __init__(self, host: Offload, sums: HostGradients, *given: Any, **more: Any) -> None:
+        self.host, self.gradients = host, sums
         self.gradients.carve(host.allocate, host.wire)
         staging = [StagingBuffer(host.allocate(*region)) for region in host.staging]
         self.on_uploaded: Callable[[int, Bucket, Callable[[], None] | None], None] | None = None

@@ -21,7 +21,7 @@ import mmap
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -124,6 +124,7 @@ class HostMemory:
         self._carved: list[tuple[str, torch.Tensor]] = []
         self._starts: dict[int, int] = {}  # of each carved tensor's storage: where it begins
         self._next = self._offset = 0
+        self._ends = contextlib.ExitStack()  # what :meth:`close` does
 
     def allocate(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next region of the plan, zero: a 1-D tensor of ``numel`` elements with a storage of its own."""
@@ -155,17 +156,13 @@ class HostMemory:
         """How much of what is here, in words, and how it is kept."""
         raise NotImplementedError
 
-    def check(self) -> None:
-        """Raise a RuntimeError where what lies here is damaged."""
-        if self.broken is not None:
-            raise RuntimeError(self.broken)
-
     def drop_pages(self) -> None:
         """Give host memory back that is not needed: none of the arena's."""
 
     def close(self) -> None:
-        """Let go. The memory, or the disk's space, goes back with the last carved tensor."""
+        """Unlock the pages, end the threads. Memory, or the disk's space, goes back with the last carved tensor."""
         self._carved = []
+        self._ends.close()
 
 
 class WithoutValues(HostMemory):
@@ -201,8 +198,13 @@ class HostArena(HostMemory):
         ranks_of_host: int = 0,
     ) -> None:
         super().__init__(regions, device)
-        self.pinned = False
+        self._unlock: weakref.finalize[Any, Any] | None = None
         self._reserve(pin, beside, ranks_of_host)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the pages are locked."""
+        return self._unlock is not None and self._unlock.alive
 
     def _reserve(self, pin: bool, beside: Sequence[Region], ranks_of_host: int) -> None:
         if ranks_of_host:
@@ -228,22 +230,15 @@ class HostArena(HostMemory):
                 f"the system refuses to lock {describe_bytes(self.regions)} of host memory ({error.strerror}); "
                 f"{limit}set pin_memory=false in zero.offload_optimizer and zero.offload_param"
             ) from None
-        self.pinned = True
         # Pages that are given back while they are registered would stay registered, for whoever gets them next.
         self._unlock = weakref.finalize(self, accelerator.unlock_pages, address, self.device)
         self._unlock.atexit = False  # the system takes all pages back, and CUDA may be gone by then
+        self._ends.callback(self._unlock)
 
     def describe(self) -> str:
         """Sizes, and whether the pages are locked."""
         locked = "page-locked" if self.pinned else "not page-locked"
         return f"{describe_bytes(self.regions)} of host memory, {locked}"
-
-    def close(self) -> None:
-        """Unlock the pages. The memory goes back to the system when the last carved tensor is gone."""
-        super().close()
-        if self.pinned:
-            self.pinned = False
-            self._unlock()
 
 
 class DryRunArena(WithoutValues, HostArena):

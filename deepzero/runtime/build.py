@@ -309,12 +309,8 @@ def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, planned: Sequence[GroupPla
     if offloads or comm.device.type == "cpu":
         masters = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     sends = offloads and dtypes.compute != torch.float32  # in fp32 the master itself is what is sent
-    problem = None
-    try:
+    with comm.together(ConfigError, RuntimeError):  # kernel="compiled", and there is none
         optimizer.prepare(dtypes.accumulation, dtypes.compute if sends else None, masters)
-    except RuntimeError as error:  # kernel="compiled", and there is none
-        problem = str(error)
-    comm.raise_on_all_ranks(problem, ConfigError)
     kernels = comm.all_gather_object(optimizer.kernel)
     # Where one host cannot compile, or compiling fails there, all use the chunks: their bits differ.
     if "chunked" in kernels and optimizer.kernel != "chunked":
