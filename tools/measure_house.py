@@ -33,18 +33,18 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/checkpoint": (3711, 2610),
     "deepzero/launch": (725, 650),
     "deepzero/health": (640, 560),
-    "deepzero/monitor": (2492, 1600),
+    "deepzero/monitor": (2496, 1600),
     "deepzero/planning": (2330, 1650),
     "deepzero/profiling": (1192, 800),
     "deepzero/models": (542, 540),
     "deepzero/data": (515, 400),
     "deepzero/training": (1001, 380),
     "deepzero/compat": (3359, 1200),
-    "deepzero": (38_231, 23_500),
+    "deepzero": (38_235, 23_500),
     "tools": (5998, 2700),
     "tools/book": (1153, 1000),
     "examples": (764, 700),
-    "tests": (32_063, 17_000),
+    "tests": (32_068, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

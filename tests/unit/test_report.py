@@ -74,6 +74,7 @@ MEASURED = {
 COPIES = {"gradients.reduce_scatter": 1000.0, "offload.gradients_to_host": 9000.0}
 RANK = made.timeline(1)["ranks"][0]
 HIGH, LOW = (made.timeline(1, peak=peak)["ranks"][0] for peak in (13000, 8500))
+ODD = {**RANK, "points": [*RANK["points"], {"seconds": 1, "held": {"parameters": "many"}}]}
 BARE = {**RANK, "points": [], "events": 1_000_000}
 MEMORY = ["memory-0-device", "memory-1-device"]
 ALL = ["loss", "speed", "norm", "rate", *MEMORY, "sent"]
@@ -137,6 +138,10 @@ SITUATIONS = {
     "ranks without points": (  # of many ranks the points of eight are written down
         {"recorded": made.timeline(entries=[RANK, RANK, *[BARE] * 13, LOW], predicted=[{"points": []}] * 16)},
         [*ALL[:4], "memory-0-device", "memory-15-device", "sent"], ("6 of 20 events are shown",),
+    ),
+    "a size that is no number": (
+        {"recorded": made.timeline(entries=[ODD])},
+        [*ALL[:4], "memory-0-device", "sent"], ("4 of 10 events are shown",),
     ),
     "no rank with points": (
         {"recorded": made.timeline(entries=[BARE] * 2)}, [*ALL[:4], "sent"], ("No step was recorded",)

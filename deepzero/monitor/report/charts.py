@@ -131,7 +131,7 @@ def _rank_memory(run: Run, rank: int, side: str) -> str:
     order, short = list(LAYERS), {name: name.removeprefix("host_") for name in names}
     names.sort(key=lambda name: (order.index(short[name]) if short[name] in order else len(order), name))
     times = [float(point["seconds"]) for point in points]
-    sizes = {name: [number(point["held"].get(name)) or 0.0 for point in points] for name in names}
+    sizes = {name: [point["held"].get(name, 0.0) for point in points] for name in names}
     lines = [
         svg.Line(name, list(zip(times, sizes[name], strict=True)), LAYERS.get(short[name], "c8"), "area")
         for name in names
@@ -170,6 +170,6 @@ def _predicted(run: Run, rank: int, names: Sequence[str]) -> svg.Line:
         return svg.Line("predicted", [(times[0], total), (times[-1], total)], "ink", "dashed")
     numbers = [number(point.get("number")) or 0.0 for point in points]
     came = np.interp([number(point.get("number")) or place for place, point in enumerate(plan)], numbers, times)
-    totals = [sum(number(point["held"].get(name)) or 0.0 for name in names) for point in plan]
+    totals = [sum(point["held"].get(name, 0.0) for name in names) for point in plan]
     stairs = [(float(time), size) for k, time in enumerate(came) for size in totals[max(0, k - 1) : k + 1]]
     return svg.Line("predicted", stairs, "ink", "dashed")

@@ -100,7 +100,11 @@ class Run:
         for rank in found:
             points = rank["points"] if isinstance(rank.get("points"), list) else []
             placed = (p for p in points if isinstance(p, dict) and number(p.get("seconds")) is not None)
-            rank["points"] = [p for p in placed if isinstance(p.get("held"), dict)]
+            rank["points"] = [
+                {**p, "held": {name: number(size) or 0.0 for name, size in p["held"].items()}}
+                for p in placed
+                if isinstance(p.get("held"), dict)
+            ]
         return found
 
     def account(self, name: str) -> dict[str, dict[str, Any]]:
