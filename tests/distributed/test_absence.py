@@ -146,8 +146,7 @@ def impatient():
     """A process group of this call's own, where a short wait is told, and told again."""
     with (
         mock.patch.multiple(hang_report, NOTICE_SECONDS=0.1, AGAIN_SECONDS=0.1),
-        mock.patch.object(desync_watchdog, "TICK_SECONDS", 0.02),
-        joined(desync_watchdog.DIVERGENCE_SECONDS, timeout_seconds=110) as comm,
+        joined(desync_watchdog.DIVERGENCE_SECONDS, tick=0.02, timeout_seconds=110) as comm,
     ):
         yield comm
 

@@ -139,14 +139,14 @@ def communicator(rank):
 
 
 @contextlib.contextmanager
-def joined(seconds=0.5, **settings):
+def joined(seconds=0.2, tick=0.1, **settings):
     """A process group of this call's own, and a watchdog that is quicker than the default."""
-    desync_watchdog.DIVERGENCE_SECONDS = seconds
-    process_group.init_distributed(backend="gloo", **settings)
-    try:
-        yield communicator(process_group.rank())
-    finally:
-        process_group.shutdown()
+    with mock.patch.multiple(desync_watchdog, DIVERGENCE_SECONDS=seconds, TICK_SECONDS=tick):
+        process_group.init_distributed(backend="gloo", **settings)
+        try:
+            yield communicator(process_group.rank())
+        finally:
+            process_group.shutdown()
 
 
 def one_exchange(comm, where, elements=5):
