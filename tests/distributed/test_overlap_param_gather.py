@@ -1,6 +1,5 @@
 """``zero.overlap_param_gather``: parameters travel while the program goes on, and who reads one reads the new one."""
 
-import contextlib
 import copy
 import io
 import pickle
@@ -239,26 +238,6 @@ def test_a_module_waits_for_its_own_bucket(rank, world):
     assert events[len(buckets) - 1 :] == [*sent, ("step", "")]
     engine.module.embed.weight.requires_grad_(True)  # a question about metadata
     assert len(under_way(engine)) == len(buckets)
-
-
-class CountsCalls(torch.optim.SGD):
-    """An elementwise optimizer whose learning rate falls with its calls."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["calls"] = group.get("calls", 0) + 1
-            group["lr"] = 0.1 / group["calls"]
-        return super().step(closure)
-
-
-@on_ranks()
-def test_an_optimizer_that_counts_its_calls_is_refused(rank, world):
-    for zero in ({}, OVERLAP):
-        model = make_model()
-        optimizer = CountsCalls(model.parameters(), lr=0.1)
-        settings = {key: value for key, value in config(stage=1, zero=zero).items() if key != "optimizer"}
-        with pytest.raises(ConfigError, match="one slice after another") if zero else contextlib.nullcontext():
-            deepzero.initialize(model=model, optimizer=optimizer, config=settings)
 
 
 def test_stage_0_has_nothing_to_overlap():
