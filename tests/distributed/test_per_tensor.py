@@ -241,12 +241,6 @@ def test_rounded_on_the_way(ranks, name):
     assert losses[1][-1] == pytest.approx(losses[0][-1], rel=0.05)
 
 
-@on_ranks(2)
-def test_a_delayed_update_is_the_cpu_adams(rank, world):
-    with pytest.raises(ConfigError, match="delayed_update"):
-        begin(settings(2, world, zero={"offload_optimizer": {"device": "cpu", "delayed_update": True}}))
-
-
 # ---- other optimizers of the kind ------------------------------------------------------------------------------------
 
 
