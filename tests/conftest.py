@@ -60,7 +60,7 @@ def _result_of(name: str) -> Any:
     return pytest.fixture(scope="session", name=name)(fixture)
 
 
-full_disk, watched, sweep, broken = map(_result_of, shared.RUNS)
+killed, asked, full_disk, watched, sweep, broken = map(_result_of, shared.RUNS)
 
 
 def pytest_collection(session: pytest.Session) -> None:

@@ -8,6 +8,7 @@ import os
 import pty
 import select
 import shlex
+import signal
 import struct
 import sys
 import termios
@@ -83,7 +84,29 @@ def broken(cwd: Path, tiny: list[str]) -> tuple[Path, runs.Done]:
     return cwd / "run", runs.train(*arguments, cwd=cwd, **nobody(cwd))
 
 
-RUNS = {make.__name__: make for make in (full_disk, watched, sweep, broken)}
+def killed(cwd: Path, tiny: list[str]) -> runs.Done:
+    """Two ranks, of which one is killed."""
+    return runs.finished([sys.executable, "-W", "error", runs.PROGRAMS, "lose", str(cwd)], cwd)
+
+
+def asked(
+    cwd: Path, tiny: list[str], launched_by: str = "launcher", number: int = signal.SIGINT
+) -> tuple[runs.Done, int]:  # fmt: skip
+    """Two ranks that a signal lets leave in order, as under nohup, which torchrun does not heed; and how many have."""
+    nohup = ["sh", "-c", 'trap "" HUP; exec "$0" "$@"', sys.executable]
+    start = runs.TORCHRUN if launched_by == "torchrun" else nohup
+    with runs.started([*start, runs.PROGRAMS, "stop", str(cwd)], cwd) as command:
+        runs.wait_until(lambda: len(list(cwd.glob("ready*"))) == 2, "two ranks")
+        if launched_by == "launcher":
+            os.kill(command.process.pid, signal.SIGHUP)
+            time.sleep(0.5)
+            assert len(command.ranks()) == 2
+        os.kill(command.process.pid, number)
+        done = command.wait(40)
+    return done, len(list(cwd.glob("left*")))
+
+
+RUNS = {make.__name__: make for make in (killed, asked, full_disk, watched, sweep, broken)}
 """In the order in which tests ask for them."""
 
 
