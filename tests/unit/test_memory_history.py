@@ -12,27 +12,21 @@ from deepzero.device import Accelerator
 from deepzero.profiling.trace import Recording, trace
 
 
-class Torch:
-    """What was asked of torch."""
-
-    def __init__(self, patch, running):
-        self.calls = []
-        patch.setattr(torch.cuda.memory, "_record_memory_history", self.history)
-        patch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: running, raising=False)
-
-    def history(self, **asked):
-        self.calls.append(asked)
-        if "enabled" in asked:
-            raise RuntimeError("CUDA error: an illegal memory access")
-
-
 @pytest.mark.parametrize(("running", "with_stack", "calls"), [
     (False, False, [{"context": "state", "stacks": "python", "max_entries": 100_000}, {"enabled": None}]),
     (False, True, [{"context": "all", "stacks": "python", "max_entries": 100_000}, {"enabled": None}]),
     (True, False, []),
 ])  # fmt: skip
 def test_the_history_ends_without_raising(tmp_path, monkeypatch, running, with_stack, calls):
-    asked, ranges = Torch(monkeypatch, running), Ranges()
+    asked, ranges = [], Ranges()
+
+    def history(**given):
+        asked.append(given)
+        if "enabled" in given:
+            raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", history)
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: running, raising=False)
     recording = Recording(tmp_path, "rank0", None, ProfilerConfig(with_stack=with_stack), Accelerator("cuda"), ranges)
     profiler = SimpleNamespace(current_action=torch.profiler.ProfilerAction.RECORD)
     recording.drive(cast(torch.profiler.profile, profiler), lambda: None)
@@ -40,7 +34,7 @@ def test_the_history_ends_without_raising(tmp_path, monkeypatch, running, with_s
     recording.end()
     recording.end()
     assert ranges.recorder is None
-    assert asked.calls == calls
+    assert asked == calls
 
 
 @pytest.mark.parametrize("kind", [None, "cpu", "cuda"])

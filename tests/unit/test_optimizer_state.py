@@ -130,20 +130,13 @@ def train(make, device, allocate):
     return seen
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "device"), [
+    *((name, "cpu") for name in ALL),
+    # Drifting draws from the CPU's generator.
+    *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in [*ALL, *ON_GPU] if name != "Drifting"),
+])  # fmt: skip
 def test_training_is_the_same_to_the_bit(name, device):
-    if device == "cuda" and name == "Drifting":
-        pytest.skip("draws from the CPU's generator")
-    without, with_state = train(ALL[name], device, False), train(ALL[name], device, True)
-    assert len(without) == len(with_state)
-    assert all(torch.equal(a, b) for a, b in zip(without, with_state, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ON_GPU)
-def test_counters_on_the_gpu(name):
-    without, with_state = train(ON_GPU[name], "cuda", False), train(ON_GPU[name], "cuda", True)
+    without, with_state = (train({**ALL, **ON_GPU}[name], device, allocate) for allocate in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(without, with_state, strict=True))
 
 

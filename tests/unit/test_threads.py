@@ -1,7 +1,9 @@
 """Threads work on the device of whoever starts them; threads of one core each: number, errors, a process that forks."""
 
+import contextlib
 import multiprocessing
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,23 +72,16 @@ def test_pages_are_unlocked_on_their_device(monkeypatch):
     """Whichever thread collects the garbage."""
     inside, told = [], []
 
-    class Within:
-        def __init__(self, device):
-            self.device = device
+    @contextlib.contextmanager
+    def within(device):
+        inside.append(device)
+        yield
+        inside.pop()
 
-        def __enter__(self):
-            inside.append(self.device)
-
-        def __exit__(self, *_):
-            inside.pop()
-
-    class Cudart:
-        def cudaHostUnregister(self, address):
-            told.append((address, list(inside)))
-
-    monkeypatch.setattr(torch.cuda, "device", Within)
+    runtime = SimpleNamespace(cudaHostUnregister=lambda address: told.append((address, list(inside))))
+    monkeypatch.setattr(torch.cuda, "device", within)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     gpu = torch.device("cuda", 3)
     Accelerator("cuda").unlock_pages(4096, gpu)
     assert told == [(4096, [gpu])]
