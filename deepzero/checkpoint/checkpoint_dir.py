@@ -20,9 +20,9 @@ import socket
 from pathlib import Path
 
 from deepzero.checkpoint.errors import CheckpointError, NoCheckpoint
-from deepzero.checkpoint.manifest import COMMIT, LATEST, MANIFEST, Manifest, check_sound, listed
+from deepzero.checkpoint.manifest import COMMIT, LATEST, MANIFEST, Manifest, check_sound
 from deepzero.durable import flush_folder, write_whole
-from deepzero.utils.formatting import short_bytes
+from deepzero.utils.formatting import listed, short_bytes
 
 LOCK = ".lock"
 SCRIPT = "zero_to_fp32.py"

@@ -40,7 +40,7 @@ from deepzero.checkpoint.checkpoint_dir import complete_beside, room_for
 from deepzero.checkpoint.engine_state import EngineState
 from deepzero.checkpoint.errors import CheckpointError, agree_on, naming, own_words, together
 from deepzero.checkpoint.json_codec import DTYPES, ITEMSIZE, TORCH_DTYPES
-from deepzero.checkpoint.manifest import COMMIT, LATEST, MANIFEST, Entry
+from deepzero.checkpoint.manifest import MARKS, Entry
 from deepzero.checkpoint.reader import CheckpointReader, read_own
 from deepzero.comm import process_group
 from deepzero.durable import Flushes, flush_folder, flush_parents, write_whole
@@ -207,7 +207,7 @@ def _older(folder: Path, filename: str, extra: Iterable[str]) -> list[Path]:
 
 
 def _check_folder(folder: Path, older: list[Path], replace: bool) -> None:
-    if any((folder / name).exists() for name in (MANIFEST, COMMIT, LATEST)):
+    if any((folder / name).exists() for name in MARKS):
         raise CheckpointError(f"{folder} holds checkpoints; choose another folder for the model")
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; name the folder that the model's files go to")

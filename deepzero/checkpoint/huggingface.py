@@ -20,17 +20,7 @@ from deepzero.checkpoint.engine_state import EngineState, plain_name
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.export import INDEX_SUFFIX, MODEL_FILE
 from deepzero.checkpoint.json_codec import TORCH_DTYPES
-from deepzero.checkpoint.manifest import (
-    BUFFER,
-    COMMIT,
-    LATEST,
-    MANIFEST,
-    PARAMETER,
-    Manifest,
-    ParameterInfo,
-    Row,
-    ShardInfo,
-)
+from deepzero.checkpoint.manifest import BUFFER, COMMIT, MARKS, PARAMETER, Manifest, ParameterInfo, Row, ShardInfo
 from deepzero.checkpoint.reader import CheckpointReader, StoredTensor, portions, read_header
 
 SUFFIX = ".safetensors"
@@ -44,7 +34,7 @@ def find_model(path: Path) -> Path | None:
 
     They are one such file, or a folder with a model and no checkpoint in it.
     """
-    if any((path / name).exists() for name in (LATEST, MANIFEST, COMMIT)):
+    if any((path / name).exists() for name in MARKS):
         return None
     files = [path / MODEL_FILE, path / (MODEL_FILE + INDEX_SUFFIX)] if path.is_dir() else [path]
     models = [file for file in files if file.name.endswith((SUFFIX, SUFFIX + INDEX_SUFFIX)) and file.is_file()]

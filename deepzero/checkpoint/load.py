@@ -25,9 +25,10 @@ from deepzero.checkpoint.checkpoint_dir import complete_beside
 from deepzero.checkpoint.engine_state import EngineState, class_name, flat, plain_name
 from deepzero.checkpoint.errors import CheckpointError, NoCheckpoint, OtherModel, naming, reason, together
 from deepzero.checkpoint.json_codec import TORCH_DTYPES, decode, tensor_names
-from deepzero.checkpoint.manifest import BUFFER, MASTER, PARAMETER, RNG, Entry, ParameterInfo, buffer_key, listed
+from deepzero.checkpoint.manifest import BUFFER, MASTER, PARAMETER, RNG, Entry, ParameterInfo, buffer_key
 from deepzero.checkpoint.reader import CheckpointReader, read_own, remaining
 from deepzero.comm import process_group
+from deepzero.utils.formatting import listed
 
 log = logging.getLogger(__name__)
 

@@ -44,7 +44,8 @@ from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.json_codec import ITEMSIZE, decode, tensor_names
 
 FORMAT, VERSION = "deepzero-checkpoint", 1
-MANIFEST, COMMIT, LATEST = "manifest.json", "COMMIT", "latest"
+MANIFEST, COMMIT, LATEST = MARKS = "manifest.json", "COMMIT", "latest"
+"""One of these shows that a folder is a checkpoint, or holds some."""
 
 MASTER = "master"
 """fp32 values of a parameter that is trained."""
@@ -80,11 +81,6 @@ def buffer_key(rank: int) -> str:
 def is_own_buffer(key: Any) -> bool:
     """Whether a key is one of :func:`buffer_key`."""
     return str(key).startswith(_BUFFER_OF_RANK)
-
-
-def listed(names: list[str]) -> str:
-    """The first three names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @dataclass(frozen=True)

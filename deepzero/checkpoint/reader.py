@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from deepzero.checkpoint.checkpoint_dir import find, read_manifest
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.json_codec import ITEMSIZE, TORCH_DTYPES, decode, tensor_names
-from deepzero.checkpoint.manifest import BUFFER, CLIENT, Entry, Manifest, Row, ShardInfo, listed
+from deepzero.checkpoint.manifest import BUFFER, CLIENT, Entry, Manifest, Row, ShardInfo
+from deepzero.utils.formatting import listed
 
 READ_BYTES = 8 << 20
 

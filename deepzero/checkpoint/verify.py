@@ -19,18 +19,10 @@ from pathlib import Path
 from deepzero.checkpoint.checkpoint_dir import find, others
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.json_codec import ITEMSIZE
-from deepzero.checkpoint.manifest import (
-    COMMIT,
-    MANIFEST,
-    Manifest,
-    ShardInfo,
-    check_sound,
-    listed,
-    row_problems,
-    shard_name,
-)
+from deepzero.checkpoint.manifest import COMMIT, MANIFEST, Manifest, ShardInfo, check_sound, row_problems, shard_name
 from deepzero.checkpoint.reader import READ_BYTES, merge, read_header
 from deepzero.checkpoint.shard_file import BlockSums
+from deepzero.utils.formatting import listed
 
 
 @dataclass

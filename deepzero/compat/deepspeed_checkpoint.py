@@ -50,11 +50,11 @@ from deepzero.checkpoint.manifest import (
     ParameterInfo,
     Row,
     ShardInfo,
-    listed,
     row_problems,
 )
 from deepzero.checkpoint.reader import CheckpointReader, Run, read_rows
 from deepzero.compat.optimizer_names import LossScalerNames
+from deepzero.utils.formatting import listed
 
 log = logging.getLogger(__name__)
 

@@ -27,13 +27,14 @@ from torch import nn
 from deepzero.checkpoint.checkpoint_dir import SCRIPT, is_complete
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, INDEX_SUFFIX, MODEL_FILE, Exported, export, saying
-from deepzero.checkpoint.manifest import Entry, listed
+from deepzero.checkpoint.manifest import Entry
 from deepzero.checkpoint.reader import CheckpointReader, read_own
 from deepzero.compat import deepspeed_checkpoint
 from deepzero.compat.utilities import logger
 from deepzero.config.deepspeed_json import DTYPE_NAMES
 from deepzero.durable import flush_folder, write_whole
 from deepzero.runtime.zero.partition_parameters import GatheredParameters, PartitionedParameter, ZeroParameter
+from deepzero.utils.formatting import listed
 
 log = logging.getLogger(__name__)
 

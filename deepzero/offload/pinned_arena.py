@@ -178,7 +178,7 @@ class WithoutValues(HostMemory):
 class HostArena(HostMemory):
     """One allocation in host memory; its pages are locked with ``pin``, where ``device`` is a GPU.
 
-    The host has to hold as much for each of its ranks (0: nobody looks), and ``beside`` it what is made elsewhere.
+    The host has to hold as much for each of its ``ranks`` (0: nobody looks), and ``beside`` it what is made elsewhere.
 
     Raises:
         HostMemoryError: the host is too small, or the system refuses the memory.
@@ -190,25 +190,20 @@ class HostArena(HostMemory):
         return super().__new__({"meta": DryRunArena}.get(device.type, HostArena))
 
     def __init__(
-        self,
-        regions: Sequence[Region],
-        device: torch.device,
-        pin: bool,
-        beside: Sequence[Region] = (),
-        ranks_of_host: int = 0,
+        self, regions: Sequence[Region], device: torch.device, pin: bool, beside: Sequence[Region] = (), ranks: int = 0
     ) -> None:
         super().__init__(regions, device)
         self._unlock: weakref.finalize[Any, Any] | None = None
-        self._reserve(pin, beside, ranks_of_host)
+        self._reserve(pin, beside, ranks)
 
     @property
     def pinned(self) -> bool:
         """Whether the pages are locked."""
         return self._unlock is not None and self._unlock.alive
 
-    def _reserve(self, pin: bool, beside: Sequence[Region], ranks_of_host: int) -> None:
-        if ranks_of_host:
-            check_host_memory([*self.regions, *beside], ranks_of_host)
+    def _reserve(self, pin: bool, beside: Sequence[Region], ranks: int) -> None:
+        if ranks:
+            check_host_memory([*self.regions, *beside], ranks)
         try:
             # A forked data worker must not make every page copy-on-write: locked pages would then be the wrong ones.
             self._memory = _anonymous(max(self.nbytes, 1), forked=False)

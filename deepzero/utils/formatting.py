@@ -54,6 +54,11 @@ def short_seconds(value: float) -> str:
     return _in_units(value, units) if value else "0 s"
 
 
+def listed(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The leaves of nested mappings under dotted keys; an empty mapping is a leaf.
 
