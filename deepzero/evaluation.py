@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import torch
 
+from deepzero.comm import process_group
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.run import TrainConfig
 from deepzero.data.corpus import Corpus
@@ -36,8 +37,8 @@ def validate(engine: DeepSpeedEngine, data: TokenSequences, batches: int) -> flo
     for part, batch in zip(parts, given, strict=True):
         total += torch.tensor([float(engine(*batch)) * len(part), len(part)], dtype=torch.float64)
     engine.train()
-    mean = engine.eval_mean(total)
-    return float(mean[0] / mean[1])
+    losses, count = process_group.gather_and_sum(total, engine.device).tolist()
+    return losses / count
 
 
 def sample(engine: DeepSpeedEngine, model: GPT | HFModel, corpus: Corpus, settings: TrainConfig) -> str | None:

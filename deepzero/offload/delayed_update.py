@@ -57,7 +57,9 @@ class DelayedOptimizerShard(HostOptimizerShard):
     def before_step(self) -> None:
         """Refuse a step when a parameter was written meanwhile, which would lose to the update on its way."""
         optimizer = self.optimizer
-        if len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks) > 1:  # the shard's own
+        delayed = self.steps >= self.host.settings.delay_after_steps
+        # One is the shard's own.
+        if delayed and len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks) > 1:
             raise RuntimeError(
                 "the optimizer has step hooks, which a delayed update, in a thread of its own, would not call: remove "
                 "them, or switch zero.offload_optimizer.delayed_update off"

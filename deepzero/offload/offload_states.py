@@ -160,6 +160,36 @@ class OffloadedStorages:
         self._wire.meter.close_step()
 
 
+def offload_states(  # noqa: D417  of an engine, which has it as a method
+    self: Any, include: Iterable[str | Enum] | str | None = None, device: Any = "cpu", pin_memory: bool = True,
+    non_blocking: bool = False,
+) -> None:  # fmt: skip
+    """Move model states to host memory and give the device's memory back. A collective.
+
+    Gradients of an optimizer step that is not complete are kept; an asynchronous save is waited for. Views that the
+    program itself holds of moved tensors (a ``state_dict`` that was taken before) must not be read meanwhile.
+
+    Args:
+        include: which, of :data:`STATES` or DeepSpeed's ``OffloadStateTypeEnum``; None: all.
+        device: ``cpu``, the only one.
+        pin_memory: lock the host's pages, without which copies are slow and never in the background.
+        non_blocking: return while copies are under way, which the device does before what is issued afterwards. The
+            memory is then this process's; without, it is given back to the system.
+
+    Raises a ValueError for an unknown name or device, a HostMemoryError on every rank where a host has not enough
+    (nothing is moved), a RuntimeError inside a backward pass or ``GatheredParameters`` and after ``destroy``.
+    """
+    self.offloader.offload(include, device, pin_memory, non_blocking)
+
+
+def reload_states(self: Any, non_blocking: bool = False) -> None:
+    """Move what is away back to the device, with ``non_blocking`` in the background: it waits for itself.
+
+    A torch.OutOfMemoryError says that there is no room; what has not come back yet is still away.
+    """
+    self.offloader.reload(non_blocking)
+
+
 class StateOffloader:
     """Moves one engine's model states between the device and host memory.
 
@@ -186,7 +216,7 @@ class StateOffloader:
     def offload(
         self, include: Iterable[str | Enum] | str | None, device: Any, pin_memory: bool, non_blocking: bool
     ) -> None:
-        """``engine.offload_states``. A collective."""
+        """See :func:`offload_states`."""
         chosen = _chosen(include)
         if (place := str(device.value if isinstance(device, Enum) else device)) != "cpu":
             raise ValueError(f"offload_states(device={place!r}): model states can be moved to 'cpu' alone")
@@ -214,7 +244,7 @@ class StateOffloader:
             accelerator_of(self.engine.comm.device).empty_cache()
 
     def reload(self, non_blocking: bool) -> None:
-        """``engine.reload_states``."""
+        """See :func:`reload_states`."""
         self._close_reloaded()
         while self.offloaded:  # one that has no room on the device stays in the list
             self.offloaded[0].come_back()

@@ -130,7 +130,7 @@ class Offload:
                     continue
                 if in_files:
                     state = optimizer.state[master]
-                    state.setdefault("step", torch.zeros((), dtype=torch.float32))
+                    state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
                     made = {name: state.get(name) for name in MOMENT_NAMES}
                 else:
                     state = optimizer.state.get(master, {})

@@ -84,10 +84,13 @@ class BackwardPasses:
         self._inside_backward = True
         # The mean over micro-batches is part of the boundary's one division (``optimizer_shard.py``); here it is undone
         # for a caller who has taken it already.
-        factor = self._scaler.scale * micro_batches
+        factor, ended = self._scaler.scale * micro_batches, self.count
         try:
             with self._ranges.span("backward"):
                 self._scale_loss(loss, factor).backward(retain_graph=retain_graph)
+            if self.count == ended:
+                self._at_boundary = self._is_reduction_boundary()
+                self._end()
         finally:
             self._inside_backward = self._loss_is_scaled = False
             self._given_loss = None
@@ -164,9 +167,10 @@ class BackwardPasses:
 
     def _end(self) -> None:
         """The end of a pass. One that reached no parameter (``torch.autograd.grad``) is none of training's."""
-        reached, loss = self._reached, self._given_loss if self._given_loss is not None else self._seen_loss
+        given = self._given_loss is not None
+        reached, loss = self._reached, self._given_loss if given else self._seen_loss
         self._forget()
-        if not reached and not self._inside_backward:
+        if not (reached or given):
             self._stage.forget_pass()
             return
         self.count += 1
@@ -192,7 +196,7 @@ class BackwardPasses:
         """Whether a backward pass has reached parameters, never ended, and is not under way now."""
         if torch._C._current_graph_task_id() != -1:
             return False
-        if not self._reached:
+        if not self._reached and (self._armed is None or self._armed() is None):
             self._forget()  # one that broke off before it reached a parameter leaves nothing behind
         return self._reached
 

@@ -29,7 +29,7 @@ from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.offload_plan import build_host, plan_offload
 from deepzero.offload.optimizer_offload import Offload
 from deepzero.placement import GroupPlan
-from deepzero.runtime.consistency import TrainedParameters
+from deepzero.runtime.consistency import TrainedParameters, place_buffers
 from deepzero.runtime.elementwise_check import is_per_element
 from deepzero.runtime.memory_model import build_ledger, predict_unquantized
 from deepzero.runtime.optimizer_state import allocate_state, moment_bytes
@@ -40,7 +40,7 @@ from deepzero.runtime.zero.optimizer_shard import OptimizerShard
 from deepzero.runtime.zero.overlap_param_gather import OverlappedZeroStage1And2, OverlappedZeroStage3
 from deepzero.runtime.zero.partition_plan import is_real, plan_partitioning
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepzero.runtime.zero.stage3 import ZeroStage3, partition_model, place_buffers, place_whole
+from deepzero.runtime.zero.stage3 import ZeroStage3, partition_model, place_whole
 from deepzero.runtime.zero.stage_1_and_2 import ParamGroup, ZeroStage1And2
 from deepzero.runtime.zero.zeropp import QuantizationMonitor, build_quantizer
 
@@ -185,7 +185,7 @@ def build_zero(
         model.zero_grad()  # what was computed before counts in no step
         coordinator: PartitionedParameterCoordinator | None = None
         if zero.stage == 3:
-            place_buffers(model, comm)
+            place_buffers(model, comm, dtypes.compute)
             host = (None, None) if offload is None else (offload.allocate, offload.plain_all_gather)
             stored, coordinator = partition_model(names, planned, limit, zero, comm, dtypes.compute, *host)
         else:
@@ -289,9 +289,9 @@ def place_model(
     # What modules that are not plain do when they are moved is done; the parameters stay where they are. Buffers are on
     # the device after it; what follows gives them rank 0's values.
     model._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(comm.device))
-    place_buffers(model, comm)
-    # Those in no group, frozen or not, have no master and no place in the layout; each is cast where it is.
     dtype, names = Dtypes.of(config).compute, {param: name for name, param in model.named_parameters()}
+    place_buffers(model, comm, dtype)
+    # Those in no group, frozen or not, have no master and no place in the layout; each is cast where it is.
     placed = {param for group in planned for param in group.params}
     for param in (p for p in names if p not in placed):
         place_whole(param, comm, dtype if is_real(param) else param.dtype)

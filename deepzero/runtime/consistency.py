@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from deepzero.comm import process_group
@@ -34,6 +35,7 @@ from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.strict import ConfigError
 from deepzero.device import accelerator_of
 from deepzero.runtime.grad_norm import EXPONENT_BINS, norm_from_bins
+from deepzero.runtime.zero.parameter_all_gather import SETUP_BROADCAST
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 from deepzero.utils.formatting import flatten
@@ -139,7 +141,7 @@ def _check_disjoint(cluster: Sequence[tuple[int, int, str, nn.Parameter]]) -> No
     if len(cluster) < 2:
         return
     first = cluster[0][0]
-    claimed = torch.zeros(max(end for _, end, *_ in cluster) - first, dtype=torch.int16)
+    claimed = torch.zeros(max(end for _, end, *_ in cluster) - first, dtype=torch.int16, device="cpu")
     for number, (start, _, name, param) in enumerate(cluster, start=1):
         size = param.itemsize
         mine = claimed.as_strided((*param.shape, size), (*(s * size for s in param.stride()), 1), start - first)
@@ -149,6 +151,23 @@ def _check_disjoint(cluster: Sequence[tuple[int, int, str, nn.Parameter]]) -> No
                 "assigning one nn.Parameter to both places"
             )
         mine.fill_(number)
+
+
+@torch.no_grad()
+def place_buffers(model: nn.Module, comm: Communicator, dtype: torch.dtype) -> None:
+    """Buffers go to the device and take rank 0's values; they keep their dtype, as in DeepSpeed, but for torch's own.
+
+    Kernels of batch norm and spectral norm take one dtype: the weights', ``dtype``. Other modules' may need their
+    precision (rotary frequencies).
+    """
+    for module in model.modules():
+        of_torch = isinstance(module, _NormBase) or type(module).__module__.startswith("torch.nn.")
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                kept = dtype if of_torch and buffer.is_floating_point() else buffer.dtype
+                moved = buffer.to(comm.device, kept).resolve_conj().resolve_neg().contiguous()
+                comm.broadcast(SETUP_BROADCAST, moved)
+                module._buffers[key] = moved
 
 
 @dataclass(frozen=True)

@@ -128,10 +128,10 @@ def state_like(
     return new
 
 
-def steps_in_turn(zero: ZeroConfig, optimizer: torch.optim.Optimizer) -> bool:
+def steps_in_turn(zero: ZeroConfig, optimizer: torch.optim.Optimizer, world_size: int) -> bool:
     """Whether a rank's step may call the optimizer's several times, each time with a part of the gradients."""
     trained = sum(param.numel() for group in optimizer.param_groups for param in group["params"] if param.requires_grad)
-    in_sub_groups = zero.stage == 3 and zero.sub_group_size < trained
+    in_sub_groups = zero.stage == 3 and zero.sub_group_size < -(-trained // world_size)
     return zero.overlap_param_gather or zero.offload_optimizer.device != "none" or in_sub_groups
 
 

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from deepzero.comm import process_group
 from deepzero.comm.simulated_streams import simulate_streams
 from deepzero.comm.topology import check_ranks
-from deepzero.compat.deepspeed_engine import DeepSpeedEngine, refuse_stream
+from deepzero.compat.deepspeed_engine import DeepSpeedEngine
+from deepzero.compat.engine_batches import refuse_stream
 from deepzero.compat.optimizer_names import NoOptimizer
 from deepzero.config.deepspeed_json import in_json_words, load_engine_config
 from deepzero.config.engine import EngineConfig, resolve_batch
@@ -242,7 +243,9 @@ def _agreed(
         if not has_engine:
             check_unclaimed(names)
         check_params(names, chosen)
-        check_elementwise(chosen, steps_in_turn(settings.zero, chosen), settings.zero.stage > 0)
+        check_elementwise(
+            chosen, steps_in_turn(settings.zero, chosen, process_group.world_size()), settings.zero.stage > 0
+        )
         build_loss_scaler(settings.precision)  # can still refuse its numbers
         refuse_stream("training_data=", training_data, process_group.world_size())
         built = lr_scheduler.optimizer.param_groups if isinstance(lr_scheduler, (LRScheduler, Scheduler)) else None

@@ -88,7 +88,7 @@ def preflight(run: RunConfig, world_size: int, device: str) -> None:
     on_host = run.engine.zero.offload_optimizer.device != "none"
     optimizer = build_optimizer(run.engine.optimizer, small.parameters(), on_host, model=small)
     check_optimizer(run.engine.zero.offload_optimizer, optimizer)
-    check_elementwise(optimizer, steps_in_turn(run.engine.zero, optimizer), run.engine.zero.stage > 0)
+    check_elementwise(optimizer, steps_in_turn(run.engine.zero, optimizer, world_size), run.engine.zero.stage > 0)
     build_scheduler(run.engine.scheduler, optimizer, run.train.steps)
     corpus, size = load_corpus(run.data), run.model.vocab_size
     if (ids := corpus.vocab_size) > size:

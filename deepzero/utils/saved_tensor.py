@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 
-class SavedTensor(NamedTuple):
-    """A tensor that autograd saved, and stays where it is; and the version that it had.
+def check_version(version: int, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> None:
+    """Raise a RuntimeError in torch's words when ``tensor`` has another version; ``shape`` it had when it was saved.
 
     Torch compares versions of what it keeps itself, and cannot of what hooks have packed: a tensor that was changed in
     place since, or a weight by a step, would give wrong gradients without a word.
     """
-
-    tensor: torch.Tensor
-    version: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> SavedTensor:
-        """As it is now."""
-        return cls(tensor, tensor._version)
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor, unchanged."""
-        check_version(self.version, self.tensor)
-        return self.tensor
-
-
-def check_version(version: int, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> None:
-    """Raise a RuntimeError in torch's words when ``tensor`` has another version; ``shape`` it had when it was saved."""
     if tensor._version != version:
         of = "" if tensor.is_nested else f" of shape {tuple(tensor.shape if shape is None else shape)}"
         raise RuntimeError(

@@ -169,9 +169,13 @@ def test_steps_agree_by_their_one_message(rank, world):
 
 @on_ranks()
 def test_step_hooks_of_the_program_are_refused(rank, world):
-    """On all ranks, though one has them: the thread would not call them."""
-    engine = built(late(2))
-    go(engine, rank, world, 0, 4)
+    """On all ranks, though one has them: the thread would not call them, as the first steps do, without a delay."""
+    engine, seen = built(late(2)), []
+    early = engine.optimizer.register_step_post_hook(lambda *_: seen.append(0))
+    go(engine, rank, world, 0, 2)
+    early.remove()
+    assert seen
+    go(engine, rank, world, 2, 4)
     hooks = [engine.optimizer.register_step_post_hook(lambda *_: None)] if rank == 1 else []
     with pytest.raises(RuntimeError, match=("rank 1: " if rank == 0 else "^") + "the optimizer has step hooks"):
         go(engine, rank, world, 4, 5)

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -332,6 +333,43 @@ def test_a_pass_that_reaches_no_parameter_on_one_rank(rank, world, stage):
         else:
             norms.append(pytest.approx(engine.last_step.grad_norm, rel=1e-6))
     assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@on_ranks()
+def test_a_loss_of_no_parameter_on_one_rank(rank, world, precision):
+    """Of an empty batch, say, and not of the engine's outputs: it counts as zeros."""
+    norms = []
+    for begin in ("backward", "backward", *(["scale"] if precision == "fp16" else [])):
+        scale = {"fp16": {"loss_scale": 4}} if precision == "fp16" else {}
+        engine = start(make_model(), stage=2, precision=precision, gradient_accumulation_steps=2, **scale)
+        for ids, labels in my_micro_batches(0, 0, 1, 2, 2):
+            empty = torch.zeros((), requires_grad=True) if norms else engine(ids, labels) * 0
+            loss = empty if rank else engine(ids, labels)
+            if begin == "backward" or rank == 0:
+                engine.backward(loss)
+            else:
+                engine.scale(loss).backward()
+            engine.step()
+        norms.append(engine.last_step.grad_norm)
+    assert len(set(norms)) == 1
+
+
+@on_ranks(1)
+def test_a_forward_pass_of_another_thread_while_a_backward_pass_is_under_way(rank, world):
+    """Of an evaluation, say."""
+    found = []
+    for meanwhile in (False, True):
+        engine = start(make_model(), stage=2, precision="fp16", fp16={"loss_scale": 64})
+        ids, labels = my_micro_batches(0, 0, 1, 2, 1)[0]
+        loss = engine(ids, labels)
+        evaluate = torch.no_grad()(lambda: engine(ids, labels))  # noqa: B023
+        with ThreadPoolExecutor(1) as pool:
+            loss.register_hook(lambda _: pool.submit(evaluate).result() and None if meanwhile else None)  # noqa: B023
+            engine.backward(loss)
+        engine.step()
+        found.append((engine.last_step.grad_norm, engine.last_step.loss))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("stage", [0, 2])

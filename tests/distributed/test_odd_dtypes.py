@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import deepzero
 from deepzero.config.strict import ConfigError
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import config
+from tests.distributed.training import config, start
 
 NAMES = [
     *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bits8", "bits16"),
@@ -67,6 +68,38 @@ def test_odd_dtypes(ranks, stage, init):
         assert first[f"buffer_{name}"] == (str(dtype), filled(dtype, 0).view(torch.uint8).tolist())
     for name in ("uint16", "int16", "bits8", "float4_e2m1fn_x2"):
         assert first[f"frozen_{name}"][1] == filled(getattr(torch, name), 0, NUMEL).view(torch.uint8).tolist()
+
+
+class Normed(nn.Module):
+    """Modules of torch's whose kernels ask for buffers in the dtype of weights, and a buffer of the model's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+        self.head = spectral_norm(nn.Linear(4, 2))
+        self.register_buffer("own", torch.ones(3) / 3)
+
+    def forward(self, x):
+        return self.head(self.norm(self.conv(x)).mean((2, 3))).square().sum()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks()
+def test_buffers_that_torch_wants_in_the_dtype_of_weights(rank, world, tmp_path, stage):
+    values = []
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        engine = start(Normed(), stage=stage, precision=precision)
+        look = lambda: [buffer.float().clone() for buffer in engine.module.buffers()]  # noqa: B023
+        if precision == "fp32":
+            engine.load_checkpoint(tmp_path)
+            assert all(map(torch.equal, look(), values))
+        engine.backward(engine(torch.ones(2, 1, 5, 5, dtype=dtype)))  # alike on all ranks, as are the buffers then
+        engine.step()
+        values = look()
+        dtypes = {name: b.dtype for name, b in engine.module.named_buffers() if b.is_floating_point()}
+        assert dtypes.pop("own") == torch.float32
+        assert len(dtypes) == 4 and set(dtypes.values()) == {dtype}
+        engine.save_checkpoint(tmp_path)
 
 
 @on_ranks()

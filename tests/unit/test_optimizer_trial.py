@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deepzero.config.strict import ConfigError
-from deepzero.runtime.elementwise_check import borrowed, check_elementwise, settings_of
+from deepzero.config.zero import ZeroConfig
+from deepzero.runtime.elementwise_check import borrowed, check_elementwise, settings_of, steps_in_turn
 from tests.unit.test_optimizer_state import ALL as OF_TORCH
 
 optim = torch.optim
@@ -128,6 +129,12 @@ def test_elementwise_optimizers_pass(make):
 def test_others_are_refused_and_told_why(make, message):
     with pytest.raises(ConfigError, match=r"1-D slice.*must be elementwise.*" + message + r".*; use AdamW"):
         check_elementwise(make(model_weights()))
+
+
+def test_sub_groups_are_of_a_rank_s_share():
+    """Of 16 elements: two ranks step twice each, four once."""
+    zero, optimizer = ZeroConfig(stage=3, sub_group_size=6), Custom(model_weights())
+    assert [steps_in_turn(zero, optimizer, world_size) for world_size in (1, 2, 4)] == [True, True, False]
 
 
 def test_every_group_is_tried():

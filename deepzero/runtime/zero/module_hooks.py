@@ -30,7 +30,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
 from deepzero.utils.compile import is_compiled
 from deepzero.utils.dispatch import hide_from_checkpointing
-from deepzero.utils.saved_tensor import SavedTensor
+from deepzero.utils.saved_tensor import check_version
 
 log = logging.getLogger(__name__)
 
@@ -292,7 +292,7 @@ class ModuleHooks:
         # By storage pointer: a transposed, sliced or expanded weight has the storage of its bucket's buffer.
         owner = self.coordinator.bucket_shown_by(tensor)
         if owner is None:
-            return SavedTensor.of(tensor)
+            return tensor, tensor._version
         # Shape, strides and offset say which view it was: autograd saves the transposed weight of a linear layer.
         offset = int(tensor.storage_offset())
         return SavedWeight(owner.key, owner.generation, tensor.dtype, tensor.size(), tensor.stride(), offset)
@@ -309,9 +309,12 @@ class ModuleHooks:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """1 fetch, for the backward pass: in place of what was saved its view of the bucket, gathered again."""
+        if type(packed) is tuple:  # no weight: it stays where it is, and must be as it was
+            tensor, version = packed
+            check_version(version, tensor)
+            return cast(torch.Tensor, tensor)
         if not isinstance(packed, SavedWeight):
-            value: torch.Tensor = packed.unpack() if isinstance(packed, SavedTensor) else packed
-            return value
+            return cast(torch.Tensor, packed)
         bucket = self.coordinator.buckets[packed.key]
         # The graph of a double backward pass would save the view that is made here, whose values go with the bucket.
         if torch.is_grad_enabled():

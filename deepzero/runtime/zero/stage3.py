@@ -47,7 +47,7 @@ from deepzero.placement import GroupPlan
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import unregister_owners
 from deepzero.runtime.zero.module_hooks import ModuleHooks
-from deepzero.runtime.zero.parameter_all_gather import SETUP, SETUP_BROADCAST, PlainAllGather, send_to_replicas
+from deepzero.runtime.zero.parameter_all_gather import SETUP, PlainAllGather, send_to_replicas
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
     PartitionedParameter,
@@ -133,17 +133,6 @@ def place_whole(param: nn.Parameter, comm: Communicator, dtype: torch.dtype) -> 
     """What is in no group goes to the device as a whole, with rank 0's values, in ``dtype``."""
     shape = param.shape  # taking the values leaves the parameter without elements
     param.data = take_values(param, comm).to(dtype).view(shape)
-
-
-@torch.no_grad()
-def place_buffers(model: nn.Module, comm: Communicator) -> None:
-    """Buffers go to the device and take rank 0's values; they keep their dtype, as in DeepSpeed."""
-    for module in model.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                moved = buffer.to(comm.device).resolve_conj().resolve_neg().contiguous()
-                comm.broadcast(SETUP_BROADCAST, moved)
-                module._buffers[key] = moved
 
 
 # ---- 0 build: one group of partitioned parameters --------------------------------------------------------------------
