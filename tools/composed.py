@@ -65,9 +65,8 @@ def tool(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
 
 def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
     """A parser with what every tool takes: overrides, a number of ranks, a file for the figures."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m tools.{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"python -m tools.{name}", description=doc, formatter_class=shape)
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py: zero.stage=3 model=gpt2_1_3b")
     add("--ranks", type=int, metavar="W", help="how many; default: the cluster's, or as many as train.py starts here")

@@ -63,9 +63,8 @@ def _public(module: Any, taken: str) -> list[str]:
         elif inspect.isclass(value) or inspect.isroutine(value):
             own = home == module.__name__ or (package and home.startswith("deepspeed"))
         else:
-            own = (isinstance(value, (str, list, logging.Logger)) or VERSION.fullmatch(name)) and not (
-                package and name.isupper()
-            )
+            constant = isinstance(value, (str, list, logging.Logger)) or VERSION.fullmatch(name)
+            own = constant and not (package and name.isupper())
         if own and (VERSION.fullmatch(name) or (name[0] != "_" and re.fullmatch(taken, name))):
             found.add(name)
     return sorted(found)
@@ -117,10 +116,7 @@ def _fields(model: Any, where: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in (one for one in kinds if model in (one, one.__name__)):
         for name, field in kind.model_fields.items():
-            key, parts = (
-                f"{where}.{field.alias or name}",
-                (field.annotation, *getattr(field.annotation, "__args__", ())),
-            )
-            inner = [part for part in parts if hasattr(part, "model_fields")]
+            key, kept = f"{where}.{field.alias or name}", field.annotation
+            inner = [part for part in (kept, *getattr(kept, "__args__", ())) if hasattr(part, "model_fields")]
             found |= _fields(inner[0], key) if inner else {key: field.get_default(call_default_factory=True)}
     return found

@@ -136,9 +136,8 @@ def judge(areas: Mapping[str, Any], table: Mapping[str, Any], trial: Any) -> tup
         if not (found or why):
             wrong.append(f"{area}: {name} is not there, and no row says why")
         rows.append((area, name, verdict, "" if verdict in table["outside"] else " ".join(why.split())))
-    return rows, wrong + [
-        f"no name for the row {row['names']!r}" for at, row in enumerate(table["row"]) if at not in used
-    ]
+    unused = [row["names"] for number, row in enumerate(table["row"]) if number not in used]
+    return rows, wrong + [f"no name for the row {names!r}" for names in unused]
 
 
 def page(version: str, rows: Sequence[tuple[str, ...]], table: Mapping[str, Any]) -> str:
@@ -158,19 +157,16 @@ def page(version: str, rows: Sequence[tuple[str, ...]], table: Mapping[str, Any]
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
         lines += ["", '<details markdown="1">', f"<summary><code>{area}</code>: {said}</summary>", ""]
         lines += ["| Names | Verdict | Why |", "| --- | --- | --- |"]
-        lines += [
-            f"| {' '.join(names)} | {verdict} | {why.replace('|', '&#124;')} |"
-            for (verdict, why), names in groups.items()
-        ]
+        for (verdict, why), names in groups.items():
+            lines.append(f"| {' '.join(names)} | {verdict} | {why.replace('|', '&#124;')} |")
         lines += ["", "</details>"]
     return "\n".join(lines) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what is wrong; 0 when nothing is and the page is current."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.deepspeed_surface", description=str(__doc__).split("\n\n")[0]
-    )
+    about = str(__doc__).split("\n\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m tools.deepspeed_surface", description=about)
     parser.add_argument("--collect", action="store_true", help="list the installed DeepSpeed's names anew, and end")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}; else it is compared")
     arguments = parser.parse_args(argv)

@@ -29,9 +29,8 @@ def read(folder: Path) -> tuple[dict[int, float], dict[int, float]]:
     entries, broken = read_lines(folder)
     if broken:
         print(f"{path}: lines left out because they are not whole: {broken}")
-    training, validation = (
-        {entry["step"]: entry[key] for entry in entries if entry.get(key) is not None} for key in ("loss", "val_loss")
-    )
+    has = lambda key: {entry["step"]: entry[key] for entry in entries if entry.get(key) is not None}
+    training, validation = has("loss"), has("val_loss")
     if not training:
         raise SystemExit(f"{path} holds no loss")
     return training, validation

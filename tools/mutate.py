@@ -145,25 +145,24 @@ class Mutator(ast.NodeTransformer):
         self.generic_visit(node)
         sides = [node.left, node.right] if isinstance(node, ast.BinOp) else []
         text = any(isinstance(side, (ast.JoinedStr, ast.List)) or _is_text(side) for side in sides)
-        return node if text or type(node.op) not in _OTHER else self._with_other(node, "operator", op=node.op)
+        return node if text or type(node.op) not in _OTHER else self._with_other(node, "operator")
 
     visit_AugAssign = visit_BinOp
 
     def visit_BoolOp(self, node: ast.BoolOp) -> Any:
         """And becomes or, or becomes and."""
         self.generic_visit(node)
-        return self._with_other(node, "and/or", op=node.op)
+        return self._with_other(node, "and/or")
 
     def visit_Compare(self, node: ast.Compare) -> Any:
         """The border moves, or the contrary is asked."""
         self.generic_visit(node)
-        return node if len(node.ops) != 1 else self._with_other(node, "comparison", ops=node.ops)
+        return node if len(node.ops) != 1 else self._with_other(node, "comparison", "ops")
 
-    def _with_other(self, node: Any, what: str, **operators: Any) -> Any:
-        swap = {
-            name: [_OTHER[type(op[0])]()] if name == "ops" else _OTHER[type(op)]() for name, op in operators.items()
-        }
-        return self._offer(node, what, type(node)(**{**dict(ast.iter_fields(node)), **swap}))
+    def _with_other(self, node: Any, what: str, field: str = "op") -> Any:
+        operator = getattr(node, field)
+        other = _OTHER[type(operator)]() if field == "op" else [_OTHER[type(operator[0])]()]
+        return self._offer(node, what, type(node)(**{**dict(ast.iter_fields(node)), field: other}))
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
         """A negation is dropped."""
@@ -182,9 +181,8 @@ class Mutator(ast.NodeTransformer):
         """An integer is one larger, a truth value the other one."""
         if not isinstance(node.value, int):
             return node
-        return self._offer(
-            node, "constant", ast.Constant(node.value is False if isinstance(node.value, bool) else node.value + 1)
-        )
+        other = not node.value if isinstance(node.value, bool) else node.value + 1
+        return self._offer(node, "constant", ast.Constant(other))
 
     def visit_Raise(self, node: Any) -> Any:
         """That something is raised is its condition's matter; how it is worded, no test's."""

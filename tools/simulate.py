@@ -68,9 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     composed.check_file("--json", arguments.json)
     wrong = dict(map(_wrong_rank, arguments.wrong))
     clusters = [find_cluster(text) for text in arguments.cluster or ["h100"]]
-    results = [
-        _simulate(arguments, cluster, words, wrong) for cluster in clusters for words in arguments.compare or [""]
-    ]
+    settings = arguments.compare or [""]
+    results = [_simulate(arguments, cluster, words, wrong) for cluster in clusters for words in settings]
     composed.write_json(arguments.json, results)
     return DIFFERENT if any(result["differences"] for result in results) else 0
 
@@ -79,9 +78,8 @@ def _probe(arguments: argparse.Namespace) -> None:
     """Measure on ranks of this machine, or as one of torchrun's; print the cluster, or save it."""
     others = ("cluster", "compare", "wrong", "check", "json", "program", "config")
     if any(getattr(arguments, name) for name in others) or arguments.ranks_per_node is not None:
-        raise ConfigError(
-            "--probe measures, and simulates nothing; it goes with --ranks, --device, --save, precision=…"
-        )
+        what = "--probe measures, and simulates nothing"
+        raise ConfigError(f"{what}; it goes with --ranks, --device, --save, precision=…")
     composed.check_file("--save", arguments.save)
     if arguments.save and not arguments.save.endswith(".json"):
         raise ConfigError(f"--save {arguments.save}: --cluster knows a file by its name's end, which has to be .json")

@@ -231,9 +231,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{number + 1}/{len(chosen)} {site}\n    {said}", flush=True)
     for site in silent if options.list or not options.only else ():
         print(f"orders nothing here: {site}")
-    print(
-        f"{len(found)} of these names, {len(ordering)} order something; not noticed: {len(unnoticed)} of {len(chosen)}"
-    )
+    of_names = f"{len(found)} of these names, {len(ordering)} order something"
+    print(f"{of_names}; not noticed: {len(unnoticed)} of {len(chosen)}")
     return int(bool(unnoticed))
 
 

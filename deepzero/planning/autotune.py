@@ -224,9 +224,8 @@ class Search:
 
     def _sort(self) -> None:
         """The fastest first; of equals, the one that holds less, then the plainer one."""
-        self.advice.options.sort(
-            key=lambda one: (-float(f"{one.tokens_per_second:.3g}"), one.simulated.device_bytes, len(one.words))
-        )
+        speed = lambda one: float(f"{one.tokens_per_second:.3g}")
+        self.advice.options.sort(key=lambda one: (-speed(one), one.simulated.device_bytes, len(one.words)))
 
     def _grow(self) -> None:
         """Larger micro-batches for the fastest, as long as it waits much and gains by them: estimates hide too much."""

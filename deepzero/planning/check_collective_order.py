@@ -70,9 +70,8 @@ def skipping(program: TrainStep, module: str) -> TrainStep:
             names = ", ".join(name for name, _ in itertools.islice(made.named_modules(), 1, 9))
             raise ConfigError(f"no module {module!r} to skip; the model has {names} …") from None
         if type(found).forward is nn.Module.forward:
-            raise ConfigError(
-                f"module {module!r} to skip is a {type(found).__name__}, which is never called; name one of those in it"
-            )
+            kind = type(found).__name__
+            raise ConfigError(f"module {module!r} to skip is a {kind}, which is never called; name one of those in it")
         found.forward = lambda value, *rest, **options: value
         return made
 

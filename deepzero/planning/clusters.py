@@ -125,9 +125,8 @@ def find_cluster(text: str) -> Cluster:
         numbers[key] = value
         with contextlib.suppress(ValueError):
             numbers[key] = float(value)
-    return dataclasses.replace(
-        read_cluster(name) if name.endswith(".json") else PRESETS[name], **_checked(f"cluster={text}", numbers)
-    )
+    cluster = read_cluster(name) if name.endswith(".json") else PRESETS[name]
+    return dataclasses.replace(cluster, **_checked(f"cluster={text}", numbers))
 
 
 def _checked(where: str, numbers: dict[str, Any]) -> dict[str, Any]:

@@ -172,9 +172,8 @@ def follow(engine: DeepSpeedEngine, plan: FetchPlan) -> None:
             f"has {len(numel)} of {sum(numel.values()):,}; rehearse with the same model, settings and number of ranks"
         )
     if (limits := stage.coordinator.limits) != plan.limits:
-        raise ConfigError(
-            f"the plan keeps to {plan.limits}, and this engine to {limits}; rehearse with the same settings"
-        )
+        what = f"the plan keeps to {plan.limits}, and this engine to {limits}"
+        raise ConfigError(f"{what}; rehearse with the same settings")
     stage.coordinator.follow(plan)
 
 
@@ -206,7 +205,7 @@ def _build(program: TrainStep, who: DryRunRank, arrived: list[str]) -> DeepSpeed
     on_host = config.zero.offload_optimizer.device != "none"
     optimizer = build_optimizer(config.optimizer, trained, on_host, without_values, model)
     engine = DeepSpeedEngine(model, optimizer, config, comm=comm)
-    vars(engine.zero.optimizer_shard)["_optimizer_step"] = _nothing
+    vars(engine.zero.optimizer_shard)["_optimizer_step"] = lambda *_: None  # of values there are none to work on
     return engine
 
 
@@ -225,10 +224,6 @@ class DryRunCPUAdam(CPUAdam):
 def without_values(cls: type) -> type:
     """What a dry run makes of an optimizer's class: of CPUAdam, or one derived from it, one that takes such tensors."""
     return type(cls.__name__, (DryRunCPUAdam, cls), {"stands_for": cls}) if issubclass(cls, CPUAdam) else cls
-
-
-def _nothing(*_: object) -> None:
-    """Stands for arithmetic on values, of which a dry run has none."""
 
 
 @contextlib.contextmanager
@@ -253,9 +248,8 @@ def refuse_reading_values() -> Iterator[None]:
         yield
     except RuntimeError as error:  # also its NotImplementedError, of an operator whose result's shape depends on values
         # torch's words for it: the meta device is named by other errors, too, such as of a tensor that lies elsewhere.
-        if not re.search(
-            r"meta tensor|register_meta|'meta' backend|item\(\)|data-dependent", str(error), re.IGNORECASE
-        ):
+        words = r"meta tensor|register_meta|'meta' backend|item\(\)|data-dependent"
+        if not re.search(words, str(error), re.IGNORECASE):
             raise
         said = str(error).partition("\n")[0]
         raise ConfigError(f"this model reads values while it runs, so that it cannot be rehearsed: {said}") from error

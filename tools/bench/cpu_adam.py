@@ -21,11 +21,12 @@ from statistics import median
 
 import torch
 
+from deepzero.offload.optimizer_offload import cpu_threads
 from deepzero.ops import CPUAdam
 from deepzero.utils.closed_pipe import exit_with
 from tools.bench.engines import quiet_deepspeed
 from tools.bench.report import print_machine, table
-from tools.bench.timing import interleaved, parser_of, threads
+from tools.bench.timing import interleaved, parser_of
 
 OURS = ("chunked", "compiled")
 NAMES = ("deepspeed", "torch", *OURS, "copy")
@@ -115,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names.remove("deepspeed")
         print("DeepSpeed is not installed: its DeepSpeedCPUAdam is left out")
     print_machine(f"{options.elements:,} elements, {options.threads} threads, {options.rounds} rounds")
-    with threads(options.threads):
+    with cpu_threads(options.threads):
         seconds = interleaved(contenders(names, options.elements), options.rounds)
     print(report(seconds, options.elements))
     return 0

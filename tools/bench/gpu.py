@@ -34,10 +34,10 @@ from pathlib import Path
 from typing import Any
 
 from deepzero.device import installed
+from deepzero.monitor.metrics_file import put
 from deepzero.utils.closed_pipe import exit_with
 from tools.bench import report
 from tools.bench.launch import ROOT, end_all, end_on_signals, start, tail
-from tools.bench.rank import replace_file
 from tools.bench.timing import parser_of
 from tools.bench.workload import Workload
 
@@ -147,7 +147,7 @@ class Day:
                 break
         known = {"error": error, "said": said, "seconds": time.monotonic() - began, "commit": report.commit()}
         self.found[name] = known
-        replace_file(self.file, json.dumps(self.found, indent=1))
+        put(self.file, json.dumps(self.found, indent=1))
         print(f"{name}: {error or 'done'} ({known['seconds']:.0f} s)", flush=True)
 
     def page(self) -> str:
@@ -160,10 +160,8 @@ class Day:
                 sections.append((part.title, "It has not run."))
                 continue
             how = f"**{known['error']}**" if known["error"] else "It has run to its end"
-            texts = "\n\n".join(f"```text\n{text.strip()}\n```" for text in known["said"])
-            sections.append(
-                (part.title, f"{how}, in {known['seconds']:.0f} s, at commit {known['commit']}.\n\n{texts}")
-            )
+            how += f", in {known['seconds']:.0f} s, at commit {known['commit']}."
+            sections.append((part.title, "\n\n".join([how, *map(report.block, known["said"])])))
         text = report.page_text(facts, sections, report.command_line("gpu"))
         return text.replace(f"{self.out}{os.sep}", "").replace(f"{ROOT}{os.sep}", "")  # this machine's paths
 
@@ -195,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         day.run(name, left)
     page, name = day.page(), "cpu" if day.device == "cpu" else report.slug(gpu.device_name(gpu.current_device()))
-    replace_file(day.out / "page.md", page)
+    put(day.out / "page.md", page)
     print(f"wrote {os.path.relpath(day.out / 'page.md')} after {time.monotonic() - began:.0f} s")
     if options.page:
         report.write_page(f"{options.machine}-{name}{'-quick' if options.quick else ''}", page)

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 import deepzero
+from deepzero.offload.optimizer_offload import cpu_threads
 from deepzero.utils.closed_pipe import exit_with
 from tools.bench.report import columns
-from tools.bench.timing import parser_of, positive, threads, timed
+from tools.bench.timing import parser_of, positive, timed
 
 WIDTH = 16
 
@@ -51,7 +52,7 @@ def main() -> None:
     parser = parser_of("hooks", __doc__, repeats=(30, "passes of each kind"))
     parser.add_argument("--layers", type=positive, nargs="+", default=[50, 200, 800])
     options = parser.parse_args()
-    with threads(1):
+    with cpu_threads(1):
         buckets = {"one bucket": 10**9, "a bucket each": WIDTH * WIDTH}
         rows = [(n, {name: cost_per_module(n, size, options.repeats) for name, size in buckets.items()})
                 for n in options.layers]  # fmt: skip

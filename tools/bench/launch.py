@@ -93,10 +93,8 @@ def run_variant(contender: Contender, variant: Variant, plan: Plan, tag: str) ->
     folder.mkdir(parents=True)
     tokens, spec = folder / "tokens.npy", folder / "spec.json"
     np.save(tokens, tokens_for(plan.work, plan.warmup + plan.blocks * plan.steps))
-    names = ("warmup", "blocks", "steps", "each", "place", "commands", "between_nodes")
-    lengths = {name: getattr(plan, name) for name in names}
-    build = {"builder": contender.builder, "options": variant.options, "tokens": str(tokens)}
-    spec.write_text(json.dumps({**build, **lengths, "work": asdict(plan.work)}))
+    build = {"builder": contender.builder, "options": variant.options, "tokens": tokens}
+    spec.write_text(json.dumps({**asdict(plan), **build}, default=str))
     start = time.monotonic()
     error = _run_ranks(spec, plan)
     seen = [_noted(folder, rank) for rank in range(plan.work.ranks)]

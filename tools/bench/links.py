@@ -21,7 +21,6 @@ and *exposed* are then a closed form's two ends for the variant's own step witho
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -44,10 +43,10 @@ from deepzero.utils.closed_pipe import exit_with
 from tools.bench import report
 from tools.bench.contenders import FLOOR
 from tools.bench.engines import settings_of
-from tools.bench.launch import Outcome, Plan, end_on_signals, run_variant
+from tools.bench.launch import Outcome, Plan, end_on_signals
 from tools.bench.timing import MODEL_OPTIONS, parser_of, work_of
 from tools.bench.workload import Workload, build_model
-from tools.bench.zero import Entry, select_entries, taking_part
+from tools.bench.zero import Entry, run_rounds, select_entries, taking_part
 
 INSIDE = "DEEPZERO_BENCH_LINKS"
 CONTENDERS = (
@@ -94,18 +93,15 @@ def predict(work: Workload, options: dict[str, Any], cluster: Cluster, gbit: flo
 
 def measure(entries: list[Entry], plan: Plan, rounds: int, speeds: Sequence[float]) -> Found:
     """What the rounds found: of ``hidden`` each block's last step."""
-    found, shuffle, order = defaultdict(list), random.Random(0), list(entries)
-    for number in range(1, rounds + 1):
-        shuffle.shuffle(order)
-        for contender, variant in order:
-            outcome = run_variant(contender, variant, plan, f"round{number}")
-            print(f"round {number}/{rounds}  {contender.name} {variant.name}: {outcome}", flush=True)
-            for place, speed in enumerate(speeds if outcome.error is None else ()):
+    found = defaultdict(list)
+    for name, outcomes in run_rounds(entries, plan, rounds).items():
+        for outcome in (one for one in outcomes if one.error is None):
+            for place, speed in enumerate(speeds):
                 block = slice(place * plan.steps, (place + 1) * plan.steps)
                 seconds = {part: times[block] for part, times in outcome.seconds.items()}
                 # The warm-up is the first block of all.
                 facts = {**outcome.facts, "hidden": outcome.facts.get("hidden", [])[place + 1 : place + 2]}
-                found[f"{contender.name} {variant.name}", speed].append(replace(outcome, seconds=seconds, facts=facts))
+                found[" ".join(name), speed].append(replace(outcome, seconds=seconds, facts=facts))
     return found
 
 
@@ -137,10 +133,8 @@ def table_between_nodes(entries: list[Entry], found: Found, speeds: Sequence[flo
         for speed in speeds:
             first: tuple[float, float] | None = None
             for contender, variant in entries:
-                row, free = (
-                    report.summarize(contender, variant, found[f"{contender.name} {variant.name}", at])
-                    for at in (speed, 0)
-                )
+                name = f"{contender.name} {variant.name}"
+                row, free = (report.summarize(contender, variant, found[name, at]) for at in (speed, 0))
                 if row is None or free is None:
                     continue
                 sent = row.rounds[0].facts["between_node_bytes"]

@@ -33,9 +33,10 @@ from deepzero.config.run import LoggerConfig, ModelConfig
 from deepzero.models.gpt import GPT
 from deepzero.monitor.async_logger import Background
 from deepzero.monitor.monitor import Monitor, Workload, make_monitor
+from deepzero.offload.optimizer_offload import cpu_threads
 from deepzero.utils.closed_pipe import exit_with
 from tools.bench.report import print_machine, table
-from tools.bench.timing import natural, parser_of, threads, timed
+from tools.bench.timing import natural, parser_of, timed
 
 WAYS: dict[str, tuple[str, ...] | None] = {
     "none": None, "jsonl": (), "wandb": ("wandb",), "tensorboard": ("tensorboard",), "all": ("wandb", "tensorboard"),
@@ -129,7 +130,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--extra", type=natural, default=10, help="more numbers in each step's entry")
     options = parser.parse_args()
-    with threads(options.threads), tempfile.TemporaryDirectory(prefix="deepzero-monitoring-") as folder:
+    with cpu_threads(options.threads), tempfile.TemporaryDirectory(prefix="deepzero-monitoring-") as folder:
         step = Step(options.step_ms / 1000)
         batches = f"batch {step.batch} of {TOKENS} tokens, {options.rounds} rounds of {options.block} steps"
         print_machine(f"{options.threads} threads; {batches}")

@@ -35,12 +35,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from deepzero.monitor.metrics_file import put
 from deepzero.offload.pinned_arena import available_host_bytes
 from deepzero.utils.closed_pipe import exit_with
 from tools.bench import report
 from tools.bench.contenders import BOTH, OFFLOAD, Contender, Variant
 from tools.bench.launch import GIB, Outcome, Plan, end_on_signals, run_variant
-from tools.bench.rank import replace_file
 from tools.bench.report import Measured, columns, summarize
 from tools.bench.timing import natural, parser_of
 from tools.bench.workload import TINY, Workload
@@ -152,14 +152,12 @@ class Bench:
         """Seconds until the budget is spent: everything has to be over then."""
         return self.options.budget_seconds - (time.monotonic() - self.started)
 
-    def page(self) -> str:
-        return report.page_text(self.found["facts"], sections(self.found), report.command_line("offload"))
-
     def save(self, **parts: Any) -> None:
         """Add a part's result, whole or so far, and write both files anew."""
         self.found.update(parts)
-        replace_file(self.out / "results.json", json.dumps(self.found, indent=1, default=vars))
-        replace_file(self.out / "page.md", self.page())
+        put(self.out / "results.json", json.dumps(self.found, indent=1, default=vars))
+        page = report.page_text(self.found["facts"], sections(self.found), report.command_line("offload"))
+        put(self.out / "page.md", page)
 
     def skip(self, what: str) -> None:
         """Say that something is left out, here and on the page."""
@@ -287,9 +285,7 @@ def sections(found: dict[str, Any]) -> list[tuple[str, str]]:
         late = [row.contender.title for row in rows if row.contender.late]
         reference = next((row.contender.title for row in [*filter(lambda r: offloads(r.contender), rows), *rows]), None)
         losses = {row.contender.title: row.losses for row in rows}
-        left_out += [
-            f"- {name}: {row.error}" for name, several in speed["rows"].items() for row in several if row.error
-        ]
+        left_out += [f"- {name}: {row.error}" for name, tried in speed["rows"].items() for row in tried if row.error]
         parts.update({
             "Setting": setting(speed),
             "Speed and memory": speed_table(rows, speed["work"]) if rows else "",
@@ -307,10 +303,6 @@ def measured(rows: dict[str, list[Outcome]]) -> list[Measured]:
     """Those with samples, also of workers that were ended in the middle."""
     found = [summarize(c, c.variants[0], rows.get(c.name, []), ended=True) for c in OFFLOAD]
     return [row for row in found if row]
-
-
-def _block(text: str) -> str:
-    return f"```text\n{text.strip()}\n```"
 
 
 def setting(speed: dict[str, Any]) -> str:
@@ -394,7 +386,7 @@ def largest_text(found: dict[str, Any]) -> str:
         if one["trains"]:
             said.append(f"Losses {[round(loss, 3) for loss in row.losses]}. {row.facts.get('described', '')}")
         if row.error:
-            errors.append(f"{rung.size}:\n\n{_block(row.error)}")
+            errors.append(f"{rung.size}:\n\n{report.block(row.error)}")
     head = ["parameters", "layers x width", "built on", "needed GiB", "host GiB", "arena GiB", "device GiB", "build s"]
     rows = report.table([*head, "s a step", "tokens/s", "verdict"], lines)
     room = f"The host had {found['available'] / GIB:.1f} GiB, of which {found['usable'] / GIB:.1f} were to be used."
@@ -431,12 +423,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--host-gib", type=float, help="host memory for the largest model (default: what is available)")
     add("--reserve-gib", type=float, default=6.0, help="of it, for the process itself (default 6)")
     add("--quick", action="store_true", help="tiny models, on whatever there is: does everything run?")
-    add(
-        "--out",
-        type=Path,
-        default=Path("outputs/bench-offload"),
-        help="results.json, page.md, logs (default %(default)s)",
-    )
+    add("--out", type=Path, default=Path("outputs/bench-offload"), help="results, page, logs (default %(default)s)")
     options = parser.parse_args(arguments)
     if options.quick:
         options.rounds, options.warmup, options.blocks, options.steps = min(options.rounds, 1), 1, 2, 2

@@ -27,7 +27,6 @@ import importlib
 import itertools
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -42,6 +41,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepzero.monitor.metrics_file import put
+from deepzero.monitor.monitor import peak_rss_bytes
+from deepzero.offload.pinned_arena import available_host_bytes
 from tools.bench.node_link import throttle
 from tools.bench.workload import Workload, batch, build_model
 
@@ -73,21 +75,11 @@ class Built:
     """Parts of a step, to which the step itself adds seconds."""
 
 
-def replace_file(file: Path, text: str) -> None:
-    """Write ``file`` in one go, so that whoever reads it finds the old text or the new one."""
-    partial = file.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(file)
-
-
 class Memory:
     """Peaks of this rank on its device, and what the host has less since this object was made."""
 
     def __init__(self, device: torch.device) -> None:
-        from deepzero.offload.pinned_arena import available_host_bytes
-
-        self.device, self._available = device, available_host_bytes
-        self._before, self._taken = available_host_bytes() or 0, 0
+        self.device, self._before, self._taken = device, available_host_bytes() or 0, 0
         if device.type == "cuda":
             torch.cuda.init()  # its peaks cannot be reset before
         self.reset()
@@ -102,23 +94,13 @@ class Memory:
 
     def peak(self) -> int:
         """Peak bytes since :meth:`reset`."""
-        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else peak_resident()
+        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else peak_rss_bytes()
 
     def facts(self) -> dict[str, int]:
         """The most that the allocator had given out, and that the system had less, pinned pages included."""
-        self._taken = max(self._taken, self._before - (self._available() or 0))
+        self._taken = max(self._taken, self._before - (available_host_bytes() or 0))
         device = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
-        return {"device_bytes": device, "host_bytes": self._taken, "resident_bytes": peak_resident()}
-
-
-def peak_resident() -> int:
-    """The process's largest resident size in bytes: VmHWM, which can be reset, where there is a ``/proc``."""
-    with contextlib.suppress(FileNotFoundError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else largest * 1024
+        return {"device_bytes": device, "host_bytes": self._taken, "resident_bytes": peak_rss_bytes()}
 
 
 def draw_model(place: str, work: Workload, device: torch.device) -> nn.Module:
@@ -230,7 +212,7 @@ def main() -> None:
 
     def note(**more: Any) -> None:
         known.update(more)
-        replace_file(spec_file.parent / f"{rank}.json", json.dumps(known))
+        put(spec_file.with_name(f"{rank}.json"), json.dumps(known))
 
     run(json.loads(spec_file.read_text()), rank, note)
     if dist.is_initialized():

@@ -169,24 +169,22 @@ def compute_bars(rows: Sequence[Measured], floor: Floor | None) -> list[Bar]:
     for stage, limits in SPEED_LIMITS.items():
         ours = fastest(rows, f"deepzero{stage}")
 
-        def add(
-            what: str, against: str, mine: float | None, theirs: float | None, limit: float, n: int = stage
-        ) -> None:
-            value = mine / theirs if mine is not None and theirs is not None and theirs > 0 else None
-            bars.append(Bar(f"stage {n} {what}", against, value, limit))
-
         mine = ours.seconds if ours else None
+        compared = []  # what, against whom, ours, theirs, the limit
         for name, limit in limits.items():
             peer = fastest(rows, name)
             theirs = floor.seconds(stage) if name == "floor" and floor else peer.seconds if peer else None
-            add("step time", peer.label if peer else name, mine, theirs, limit)
+            compared.append(("step time", peer.label if peer else name, mine, theirs, limit))
         if stage == 3 and (alone := fastest(rows, "plain")):
-            add("step time, one rank", alone.label, mine, alone.seconds, ALONE_LIMIT)
+            compared.append(("step time, one rank", alone.label, mine, alone.seconds, ALONE_LIMIT))
         for what, key in (("peak memory", "peak_bytes"), ("memory of the model", "model_bytes")):
             others = [row for row in rows if row.contender.name in limits and getattr(row, key) is not None]
             leanest = min(others, key=lambda row: getattr(row, key), default=None)
             against = f"leanest: {leanest.label if leanest else 'no peer'}"
-            add(what, against, getattr(ours, key, None), getattr(leanest, key, None), 1.0)
+            compared.append((what, against, getattr(ours, key, None), getattr(leanest, key, None), 1.0))
+        for what, against, mine, theirs, limit in compared:
+            value = mine / theirs if mine is not None and theirs is not None and theirs > 0 else None
+            bars.append(Bar(f"stage {stage} {what}", against, value, limit))
     return bars
 
 
@@ -209,6 +207,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
               for row in cells]  # fmt: skip
     lines = [f"| {' | '.join(row)} |" for row in padded]
     return "\n".join([lines[0], f"|{'|'.join(rule)}|", *lines[1:]])
+
+
+def block(text: str) -> str:
+    """What a program has printed, as it stands."""
+    return f"```text\n{text.strip()}\n```"
 
 
 def columns(items: Iterable[Any], **cells: Callable[[Any], str]) -> str:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from tools.bench.workload import TINY, Workload
 
@@ -85,14 +82,3 @@ def interleaved(
             if number:
                 seconds[name].append(took)
     return seconds
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Let torch compute with ``count`` threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

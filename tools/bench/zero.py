@@ -120,8 +120,8 @@ def measure_idle(entries: list[Entry], plan: Plan) -> dict[tuple[str, str], int]
     return idle
 
 
-def run_rounds(entries: list[Entry], plan: Plan, rounds: int, keep: float) -> Results:
-    """All rounds; after the first one slow and failing variants drop out."""
+def run_rounds(entries: list[Entry], plan: Plan, rounds: int, keep: float | None = None) -> Results:
+    """All rounds; after the first one slow and failing variants drop out, unless ``keep`` is None."""
     results: Results = {(c.name, v.name): [] for c, v in entries}
     shuffle, alive = random.Random(0), list(entries)
     for number in range(1, rounds + 1):
@@ -131,7 +131,7 @@ def run_rounds(entries: list[Entry], plan: Plan, rounds: int, keep: float) -> Re
             outcome = run_variant(contender, variant, plan, f"round{number}")
             results[contender.name, variant.name].append(outcome)
             print(f"round {number}/{rounds}  {contender.name} {variant.name}: {outcome}", flush=True)
-        if number == 1:
+        if number == 1 and keep is not None:
             alive = survivors(alive, results, keep)
     return results
 

@@ -11,7 +11,6 @@ import io
 import re
 import textwrap
 import tokenize
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape
 
@@ -20,7 +19,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_for_filename
 from pygments.util import ClassNotFound
 
-HEADING = re.compile(r"#? ?-{2,} (.+?) -{2,}$")
+HEADING = re.compile(r"-{2,} (.+?) -{2,}$")
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 TEXT = re.compile(
     r"``(?P<code>.+?)``|:(?:\w+:)?\w+:`(?P<role>[^`]+)`|`(?P<single>[^`\s][^`]*)`|\*\*(?P<bold>\S.*?)\*\*"
@@ -40,7 +39,7 @@ class Row:
 
     first: int
     end: int = 0
-    names: list[tuple[str, int]] = field(default_factory=list)  # dotted names defined here, with their depth
+    names: list[str] = field(default_factory=list)  # dotted names of what is defined here
     heading: str = ""
     prose: list[str] = field(default_factory=list)  # HTML
 
@@ -56,7 +55,7 @@ class Annotated:
         self.prose_lines: set[int] = set()
         self._marks: dict[int, Row] = {}
         self.title_prose = ""
-        self.symbols: list[tuple[str, int]] = []
+        self.symbols: list[str] = []
         if path.endswith(".py"):
             self._read_tree(ast.parse(text))
             self._read_comments()
@@ -92,8 +91,8 @@ class Annotated:
                 # What an undocumented constructor takes is said by its class: they share a row.
                 shared = owner if node.name == "__init__" and not text else None
                 row = shared or self._row(min([node.lineno, *(one.lineno for one in node.decorator_list)]))
-                row.names.append((name, name.count(".")))
-                self.symbols.append((name, name.count(".")))
+                row.names.append(name)
+                self.symbols.append(name)
                 if text:
                     row.prose.append(document(text))
                 if isinstance(node, ast.ClassDef):
@@ -115,7 +114,7 @@ class Annotated:
         lines = [re.sub(r"^# ?", "", text) for _, text in block]
         self.prose_lines.update(number for number, _ in block)
         row = self._row(block[0][0])
-        if (found := HEADING.match(block[0][1].lstrip("# "))) or (found := HEADING.match(block[0][1])):
+        if found := HEADING.match(block[0][1].lstrip("# ")):
             row.heading, lines = found[1], lines[1:]
         if lines:
             row.prose.append(document("\n".join(lines)))
@@ -131,9 +130,9 @@ class Annotated:
         prose = []
         if row.heading:
             prose.append(f'<h2 id="{slug(row.heading)}">{escape(row.heading)}</h2>')
-        for name, depth in row.names:
-            prose.append(f'<h{3 + min(depth, 1)} id="{name}"><code>{breakable(name)}</code></h{3 + min(depth, 1)}>')
-            prose.append(used_in.get(name, ""))
+        for name in row.names:
+            level = 4 if "." in name else 3
+            prose.append(f'<h{level} id="{name}"><code>{breakable(name)}</code></h{level}>{used_in.get(name, "")}')
         shown = [line for line in range(row.first, row.end) if line not in self.prose_lines]
         while shown and not code[shown[-1] - 1].strip():
             shown.pop()
@@ -152,7 +151,8 @@ class Annotated:
         """The table of contents, as Python-Markdown's ``toc_tokens``: headings, classes and functions, methods."""
         found: list[dict[str, object]] = []
         for row in self.rows:
-            for name, depth in [*([(row.heading, -1)] if row.heading else []), *row.names]:
+            named = [(name, name.count(".")) for name in row.names]
+            for name, depth in [(row.heading, -1), *named] if row.heading else named:
                 entry = {"level": 2 + depth, "id": slug(name) if depth < 0 else name, "children": []}
                 entry["name"] = entry["html"] = escape(name.rpartition(".")[2] if depth > 0 else name)
                 owner = next((one for one in found if depth > 0 and one["id"] == name.partition(".")[0]), None)
@@ -204,27 +204,12 @@ def inline(text: str) -> str:
     return "".join([*out, escape(text[last:])])
 
 
-def blocks(text: str) -> Iterator[list[str]]:
-    """Paragraphs: lines between blank ones; an indented block keeps its blank lines."""
-    block: list[str] = []
-    for line in textwrap.dedent(text).strip("\n").splitlines():
-        if line.strip():
-            block.append(line)
-        elif block:
-            yield block
-            block = []
-    if block:
-        yield block
-
-
 def document(text: str) -> str:
     """A docstring or comment: paragraphs, lists, literal blocks and tables as they stand."""
     first, _, rest = text.partition("\n")
-    lines = "\n".join([first.strip(), textwrap.dedent(rest)]) if first.strip() else textwrap.dedent(rest)
-    out: list[str] = []
-    for block in blocks(lines):
-        out += block_html(block)
-    return "\n".join(out)
+    lines = f"{first.strip()}\n{textwrap.dedent(rest)}".strip("\n")
+    blocks = [block.splitlines() for block in re.split(r"\n\s*\n", lines) if block.strip()]
+    return "\n".join(line for block in blocks for line in block_html(block))
 
 
 def block_html(block: list[str]) -> list[str]:

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # mkdocs loads this file by its path
 
 from tools.book.annotate import Annotated, breakable  # noqa: E402
+from tools.measure_house import reading_path  # noqa: E402
 
 log = logging.getLogger("mkdocs.hooks.book")  # a warning here fails `mkdocs build --strict`
 
@@ -37,15 +38,9 @@ POINTER = r"((?:deepzero|tests|tools|configs|examples)/[\w/.]*\w\.\w+|train\.py|
 IN_MARKDOWN = re.compile(f"`{POINTER}`")
 IN_HTML = re.compile(rf"<a\b.*?</a>|<pre\b.*?</pre>|<code>{POINTER}</code>", re.DOTALL)
 OUTSIDE = re.compile(r"\]\(\.\./(?![a-z_]+\.md\))([\w/.-]+)\)")  # not from a page below docs/ to one in it
-READING_PATH = re.compile(r"^\d+\. +`(deepzero/[\w/]+\.py)`", re.MULTILINE)
 
 sources: dict[str, Annotated] = {}
 used: dict[str, dict[str, list[str]]] = {}  # file → symbol or "" → pages that point there
-
-
-def reading_path() -> list[str]:
-    """The files that the README tells a reader to read, in order."""
-    return READING_PATH.findall((ROOT / "README.md").read_text(encoding="utf-8"))
 
 
 def page_of(path: str) -> str:
@@ -85,17 +80,17 @@ class Formulas(Extension):
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Formulas; and the reading path as the last part of the navigation."""
     config.markdown_extensions.append(Formulas())  # type: ignore[arg-type]
-    listed = [{path.rpartition("/")[2]: page_of(path)} for path in reading_path()]
+    listed = [{path.rpartition("/")[2]: page_of(path)} for path in reading_path(ROOT)]
     config.nav = [*(config.nav or []), {"Annotated sources": listed}]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """A page for every file that some page points at, and for the reading path."""
+    on_path = reading_path(ROOT)
     sources.clear()
     used.clear()
-    for path in reading_path():
-        used[path] = {}
+    used.update({path: {} for path in on_path})
     for file in files.documentation_pages():
         text = Path(file.abs_src_path or "").read_text(encoding="utf-8")
         text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -103,14 +98,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             pages = used.setdefault(path, {}).setdefault(symbol, [])
             if file.src_uri not in pages:
                 pages.append(file.src_uri)
-    on_path = reading_path()
     for path in used:
         if not (ROOT / path).is_file():
-            log.warning(
-                "%s, to which %s points, is no file",
-                path,
-                ", ".join(page for pages in used[path].values() for page in pages),
-            )
+            pages = ", ".join(itertools.chain(*used[path].values()))
+            log.warning("%s, to which %s points, is no file", path, pages)
             continue
         sources[path] = Annotated(path, (ROOT / path).read_text(encoding="utf-8"))
         level = InclusionLevel.INCLUDED if path in on_path else InclusionLevel.NOT_IN_NAV
@@ -132,15 +123,14 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     source = sources[page.meta["title"]]
     back = {symbol: links_back(pages, page, files) for symbol, pages in used[source.path].items()}
     page.toc = get_toc(source.contents())  # type: ignore[arg-type]
-    names = [(name, depth) for name, depth in source.symbols if not depth]
-    inside = " · ".join(f'<a href="#{name}"><code>{name}</code></a>' for name, _ in names)
-    parts = [
+    names = [name for name in source.symbols if "." not in name]
+    inside = " · ".join(f'<a href="#{name}"><code>{name}</code></a>' for name in names)
+    return "\n".join([
         f"<h1><code>{breakable(source.path)}</code></h1>{back.get('', '')}",
         f'<p class="dz-back">In this file: {inside}</p>' if inside else "",
         f'<div class="dz-head">{source.title_prose}</div>',
         f'<div class="dz-source">{source.html(back)}</div>',
-    ]
-    return "\n".join(parts)
+    ])  # fmt: skip
 
 
 def links_back(pages: list[str], page: Page, files: Files) -> str:
@@ -159,7 +149,7 @@ def pointer(found: re.Match[str], page: Page, files: Files) -> str:
     target = files.get_file_from_path(page_of(path)) if path else None
     if target is None:
         return found[0]
-    if symbol and symbol not in {name for name, _ in sources[path].symbols}:
+    if symbol and symbol not in sources[path].symbols:
         log.warning("%s points at %s:%s, which is not there", page.file.src_uri, path, symbol)
     text = breakable(f"{path}:{symbol}" if symbol else path)
     url = target.url_relative_to(page.file) + (f"#{symbol}" if symbol else "")
@@ -170,9 +160,8 @@ def labelled(html: str) -> str:
     """Tables for narrow screens: names may be broken, and each cell has its column's, as rows become cards there."""
 
     def one(table: re.Match[str]) -> str:
-        names = [
-            re.sub("<.*?>", "", name).strip() for name in re.findall(r"<th\b[^>]*>(.*?)</th>", table[0], re.DOTALL)
-        ]
+        heads = re.findall(r"<th\b[^>]*>(.*?)</th>", table[0], re.DOTALL)
+        names = [re.sub("<.*?>", "", head).strip() for head in heads]
         cells = itertools.cycle(escape(name, quote=True) for name in names)
         found = re.sub(r"<td\b([^>]*)>", lambda cell: f'<td data-label="{next(cells)}"{cell[1]}>', table[0])
         return re.sub(r"<code>([^<]+)</code>", lambda code: f"<code>{breakable(unescape(code[1]))}</code>", found)
