@@ -15,7 +15,7 @@ import itertools
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
@@ -26,7 +26,6 @@ import torch
 
 import deepzero
 from deepzero.comm import process_group, ring
-from deepzero.comm.ledger import Event
 from deepzero.comm.quantization import Format
 from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
 from deepzero.comm.topology import Nodes, split_ranks
@@ -138,9 +137,8 @@ class Canvas:
                         raise ValueError(f"{path.stem}: {words!r} does not fit on the card")
                 elif kind == "line":
                     points, colour, width, dash = what
-                    axes.plot(
-                        *zip(*points, strict=True), color=colour, lw=width, ls="--" if dash else "-", zorder=layer
-                    )
+                    look = {"color": colour, "lw": width, "ls": "--" if dash else "-"}
+                    axes.plot(*zip(*points, strict=True), zorder=layer, **look)
                 else:
                     start, end, colour = what
                     look = {"arrowstyle": "-|>", "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0}
@@ -320,7 +318,13 @@ def ring_panels() -> Canvas:
             place = list(titles).index(number)
             x, y = LEFT + (place % 2) * 170.0, 42 + (place // 2) * 128.0
             leaving = {(hop.rank, hop.sent_chunk) for hop in (*rounds, [])[number]}
-            draw_chunks(canvas, titles[number], x, y, chunks, leaving)
+            canvas.numbers[titles[number]] = [list(row) for row in chunks]
+            canvas.text(x, y + 4, titles[number], 10, bold=True)
+            for rank, row in enumerate(chunks):
+                canvas.text(x, y + 25 + rank * 24, f"{rank}")
+                for index, (values, count) in enumerate(row):
+                    edge, label = ALERT if (rank, index) in leaving else FAINT, " ".join(f"{v:g}" for v in values)
+                    canvas.box(x + 10 + index * 37.5, y + 12 + rank * 24, 35.5, 20, SUMS[count], edge, label, 7)
         before = [list(row) for row in chunks]
         for hop in (*rounds, [])[number]:
             count = before[hop.rank - 1][hop.received_chunk][1] + (hop.phase is ring.Phase.REDUCE_SCATTER)
@@ -330,19 +334,6 @@ def ring_panels() -> Canvas:
     canvas.box(14.5, 314.5, 8, 8, CARD, ALERT)
     canvas.text(27, 322, "leaves for the next rank in the next hop. A row is a rank.")
     return canvas.end(334)
-
-
-def draw_chunks(
-    canvas: Canvas, title: str, x: float, y: float, chunks: list[list[tuple[list[float], int]]], leaving: set[Any]
-) -> None:
-    """One panel: a row for each rank, a cell for each of its chunks; those that are leaving are framed."""
-    canvas.numbers[title] = [list(row) for row in chunks]
-    canvas.text(x, y + 4, title, 10, bold=True)
-    for rank, row in enumerate(chunks):
-        canvas.text(x, y + 25 + rank * 24, f"{rank}")
-        for index, (values, count) in enumerate(row):
-            edge, label = ALERT if (rank, index) in leaving else FAINT, " ".join(f"{value:g}" for value in values)
-            canvas.box(x + 10 + index * 37.5, y + 12 + rank * 24, 35.5, 20, SUMS[count], edge, label, 7)
 
 
 def ten_parameters() -> Canvas:
@@ -450,11 +441,8 @@ def parameter_states() -> Canvas:
     """ZeroParamStatus: the three states of a parameter, and who calls what between them."""
     canvas = Canvas("The states of a parameter in stage 3")
     canvas.numbers["states"] = [status.name for status in ZeroParamStatus]
-    notes = (
-        "this rank's part of its bucket",
-        "the shard, and a buffer being filled",
-        "the shard, and all numel elements",
-    )
+    whole = "the shard, and all numel elements"
+    notes = ("this rank's part of its bucket", "the shard, and a buffer being filled", whole)
     for row, (status, words) in enumerate(zip(ZeroParamStatus, notes, strict=True)):
         y = 34 + row * 88.0
         canvas.box(LEFT, y, 178, 34, (CARD, GATHERED, PARAMETERS)[row], SOFT, corner=6)
@@ -478,17 +466,6 @@ def parameter_states() -> Canvas:
     ))  # fmt: skip
 
 
-def spans(events: Iterable[Event]) -> dict[str, list[list[float]]]:
-    """For each bucket when it was launched, waited for and released, each time that it was gathered."""
-    found: dict[str, list[list[float]]] = {}
-    for event in events:
-        if event.what == "launch" and event.kind in (FORWARD, BACKWARD):
-            found.setdefault(event.where, []).append([event.at])
-        elif event.kind in (FORWARD, BACKWARD) or event.what == "release":
-            found[event.where][-1].append(event.at)
-    return found
-
-
 SMALL_BUCKETS = ("zero.reduce_bucket_size=131072", "zero.stage3_max_live_parameters=1000000000")
 
 
@@ -496,7 +473,13 @@ def fetch_timeline() -> Canvas:
     """Stage 3's step along its plan: fetch, prefetch, compute, release, bucket by bucket."""
     canvas, rehearsal = Canvas("Stage 3: when each bucket is here"), rehearsed("zero.stage=3", *SMALL_BUCKETS)
     gathers = [event for event in rehearsal.events if event.what == "release" or event.kind in (FORWARD, BACKWARD)]
-    times = canvas.numbers["launched, waited for, released"] = spans(gathers)
+    times: dict[str, list[list[float]]] = {}  # of each bucket, each time that it was gathered
+    for event in gathers:
+        if event.what == "launch":
+            times.setdefault(event.where, []).append([event.at])
+        else:
+            times[event.where][-1].append(event.at)
+    canvas.numbers["launched, waited for, released"] = times
     end, bottom = gathers[-1].at, 38.0 + 15 * len(times)
     across = lambda at: 66 + 280 * at / end
     turn = across(max(event.at for event in gathers if event.kind == FORWARD))
@@ -614,13 +597,12 @@ def qgz() -> Canvas:
     """A bucket's way under qgZ over two nodes of two ranks."""
     canvas, nodes, numel = Canvas("qgZ: two nodes of two ranks, one bucket"), Nodes(4, 2), 1 << 20
     layouts = [plan_layout([numel], nodes.world_size, numel)]
-    ways = [
-        reduction_traffic(layouts, nodes, Format(4, 2048), 2, lambda *_, exact=exact: exact) for exact in (False, True)
-    ]
-    leaving, exactly = (sum(traffic.between_node_bytes for traffic in way.values()) / numel for way in ways)
+    form = Format(4, 2048)
+    ways = [reduction_traffic(layouts, nodes, form, 2, lambda *_, exact=exact: exact) for exact in (False, True)]
+    leaving, whole = (sum(traffic.between_node_bytes for traffic in way.values()) / numel for way in ways)
     each = {kind: traffic.bytes / numel for kind, traffic in ways[0].items()}
     inside, across = split_ranks(nodes.world_size, nodes.per_node)
-    canvas.numbers.update(bytes_per_element=each, between_nodes=[leaving, exactly], inside=inside, across=across)
+    canvas.numbers.update(bytes_per_element=each, between_nodes=[leaving, whole], inside=inside, across=across)
     peers = {rank: group for group in across for rank in group}
     panels: list[tuple[str, Callable[[int], Sequence[int]], int, Sequence[tuple[int, ...]], str]] = [
         ("Every rank has gradients for all four owners", lambda _: range(4), 1, inside,
@@ -645,28 +627,22 @@ def qgz() -> Canvas:
             canvas.arrow((begin, y), (end, y), ALERT)
             canvas.arrow((end, y), (begin, y), ALERT)
         canvas.text(180, top + 72, words, at="center")
-    note = (
-        f"Between nodes a rank sends {leaving:.3f} bytes an element; exact sums of 2-byte gradients send {exactly:g}. "
-    )
-    return canvas.end(264, note + "An element is rounded at most twice; sums are in fp32.")
+    note = f"Between nodes a rank sends {leaving:.3f} bytes an element; exact sums of 2-byte gradients send {whole:g}."
+    return canvas.end(264, f"{note} An element is rounded at most twice; sums are in fp32.")
 
 
 def bandwidths() -> Canvas:
     """How fast a rank reaches its memory, its node, its host, and other nodes, to scale."""
     canvas = Canvas("Bytes a second for one GPU, one direction, to scale")
-    titles = {
-        "h100": "H100, NVLink 4, InfiniBand HDR",
-        "azure_nc24r": "Azure NC24r v3 (V100)",
-        "dgx_2h": "DGX-2H (V100)",
-    }
+    titles = ("H100, NVLink 4, InfiniBand HDR", "Azure NC24r v3 (V100)", "DGX-2H (V100)")
     links = (
         ("its memory", "memory_bandwidth", RANKS[3]), ("inside the node", "inside_bandwidth", PARAMETERS),
         ("host memory", "host_bandwidth", COLOURS["masters"]), ("other nodes", "node_bandwidth", GRADIENTS),
     )  # fmt: skip
     longest = max(cluster.memory_bandwidth for cluster in PRESETS.values())
-    for row, cluster in enumerate(PRESETS.values()):
+    for row, (cluster, title) in enumerate(zip(PRESETS.values(), titles, strict=True)):
         top, speeds = 38 + row * 66.0, canvas.numbers.setdefault(cluster.name, {})
-        canvas.text(LEFT, top + 4, titles[cluster.name], bold=True)
+        canvas.text(LEFT, top + 4, title, bold=True)
         for line, (words, field, fill) in enumerate(links):
             # What leaves a node is shared by its ranks.
             speed = getattr(cluster, field) / (cluster.ranks_per_node if field == "node_bandwidth" else 1)
@@ -690,17 +666,14 @@ FIGURES: dict[str, Callable[[], Canvas]] = {
 """Name of the file → what draws it."""
 
 
-def committed(name: str) -> dict[str, Any]:
-    """The facts of ``docs/figures/NAME.svg``; empty where there is none that this command has drawn."""
+def problems(name: str) -> list[str]:
+    """Why ``docs/figures/NAME.svg`` is not current, a line each."""
     path = FOLDER / f"{name}.svg"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     found = re.search(r"<dc:description>(.*?)</dc:description>", text, re.DOTALL)
-    return dict(json.loads(unescape(found[1]))) if found and f"<dc:title>{COMMAND} {name}</dc:title>" in text else {}
-
-
-def problems(name: str) -> list[str]:
-    """Why the committed figure is not current, a line each."""
-    before, now = committed(name), json.loads(json.dumps(FIGURES[name]().facts()))
+    drawn_here = found and f"<dc:title>{COMMAND} {name}</dc:title>" in text
+    before = json.loads(unescape(found[1])) if drawn_here else {}
+    now = json.loads(json.dumps(FIGURES[name]().facts()))
     if before == now:
         return []
     there, numbers = before.get("numbers", {}), now["numbers"]
@@ -717,13 +690,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in FIGURES]:
         parser.error(f"no figure {', '.join(unknown)}; there are {', '.join(FIGURES)}")
-    found = (
-        [(name, problem) for name in options.names or FIGURES for problem in problems(name)] if options.check else []
-    )
+    names = options.names or list(FIGURES)
+    if not options.check:
+        for name in names:
+            FIGURES[name]().save(FOLDER / f"{name}.svg")
+        return 0
+    found = [(name, problem) for name in names for problem in problems(name)]
     for name, problem in found:
         print(f"docs/figures/{name}.svg is not current, {COMMAND} {name} draws it: {problem}")
-    for name in () if options.check else options.names or FIGURES:
-        FIGURES[name]().save(FOLDER / f"{name}.svg")
     return 1 if found else 0
 
 
