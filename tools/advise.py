@@ -26,8 +26,7 @@ from deepzero.training.command_line import compose
 from deepzero.utils.closed_pipe import exit_with
 from tools import composed
 
-NOTHING = 3
-"""Exit status: no setting fits."""
+NOTHING = 3  # exit status: no setting fits
 
 
 @composed.tool

@@ -40,8 +40,7 @@ class Composed:
 
     program: TrainStep
     world: ClusterShape
-    tokens: int | None
-    """Of a global batch; None: a program of one's own does not say."""
+    tokens: int | None  # of a global batch; None: a program of one's own does not say
     name: str
 
 

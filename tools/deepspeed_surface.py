@@ -31,8 +31,7 @@ from tools.deepspeed_names import at, collect
 ROOT = Path(__file__).resolve().parent.parent
 COLLECTED, REASONS = (ROOT / f"tools/deepspeed_surface.{kind}" for kind in ("json", "yaml"))
 PAGE = ROOT / "docs/deepspeed_surface.md"
-HAS = ("same", "differs")
-"""Verdicts for what is there; all others are for what is not."""
+HAS = ("same", "differs")  # verdicts for what is there; all others are for what is not
 
 # ---- tried on deepzero -----------------------------------------------------------------------------------------------
 

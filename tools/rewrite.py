@@ -37,8 +37,7 @@ def codes(code: types.CodeType) -> Iterator[tuple[tuple[str, int], types.CodeTyp
             yield from codes(constant)
 
 
-Changed = list[tuple[types.FunctionType, types.CodeType]]
-"""Functions with the code that they had."""
+Changed = list[tuple[types.FunctionType, types.CodeType]]  # functions with the code that they had
 
 
 def give_code(path: Path, tree: ast.AST, existing: Iterable[types.FunctionType]) -> Changed:

@@ -35,8 +35,7 @@ from deepzero.utils.closed_pipe import exit_with
 from tools import composed
 
 PROBE = deepzero.planning.calibrate.__file__
-DIFFERENT = 3
-"""Exit status: ranks launch different collectives."""
+DIFFERENT = 3  # exit status: ranks launch different collectives
 
 
 @composed.tool

@@ -54,8 +54,7 @@ class Site:
     function: str
     words: str
     called: bool
-    statement: bool
-    """The call is a statement of its own."""
+    statement: bool  # the call is a statement of its own
 
     def __str__(self) -> str:
         return f"{self.file} {self.function}: {self.words}"

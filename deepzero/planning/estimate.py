@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,10 +94,6 @@ def _on_line(x: float, at: Sequence[int], values: Sequence[float]) -> float:
     return values[first] + slope * (x - at[first])
 
 
-def _forget_grad(param: torch.Tensor) -> None:
-    param.grad = None
-
-
 class Estimator:
     """Estimates for one model on one cluster; the model is probed once with checkpointing and once without."""
 
@@ -152,7 +149,7 @@ class Estimator:
             with torch.device("meta"):
                 model = program.model().to(self.dtypes.compute)
             for param in model.parameters():
-                param.register_post_accumulate_grad_hook(_forget_grad)
+                param.register_post_accumulate_grad_hook(lambda made: setattr(made, "grad", None))
             before = meter.restart()
             loss_of(program, model(*program.batch())).backward()
             held = meter.peak_bytes - before
@@ -213,14 +210,12 @@ class Estimator:
             exact=self.run.engine.comm.reduce == "exact",
             invariant=self.run.engine.comm.world_size_invariant,
         )
-        if setting.offload == "none":
-            return predicted_memory(Elements(numel), world_size, sizes)
         host, limit = int(numel * zero.offload_optimizer.ratio), zero.offload_param.max_in_cpu
+        host = 0 if setting.offload == "none" else host
         away = numel if setting.offload == "optimizer_and_param" else 0
         away = away if limit is None else min(away, limit * world_size)
-        elements = Elements(
-            numel, host_optimizer=host, host_parameters=away, sent=max(0, host - away), brought=max(0, away - host)
-        )
+        on_one_side = {"sent": max(0, host - away), "brought": max(0, away - host)}
+        elements = Elements(numel, host_optimizer=host, host_parameters=away, **on_one_side)
         return predicted_memory(elements, world_size, sizes)
 
     def _step_seconds(self, setting: Setting, memory: dict[str, int], one: float) -> float:
@@ -236,12 +231,12 @@ class Estimator:
             2: times * max(0.0, reduce - behind) + gather,
             3: times * (max(0.0, 2 * gather - one) + max(0.0, reduce - behind)),
         }[setting.stage]
-        states = 2 * (memory["masters"] + memory["moments"]) + memory["gradients"]
+        held = Counter(memory)  # the host's categories are there where it has something
+        states = 2 * (held["masters"] + held["moments"]) + held["gradients"]
+        on_host = 2 * (held["host_masters"] + held["host_moments"]) + held["host_gradients"]
         total = times * one + late + states / cluster.memory_bandwidth
-        if setting.offload != "none":
-            state = 2 * (memory["host_masters"] + memory["host_moments"]) + memory["host_gradients"]
-            total += state * self.nodes.per_node / cluster.host_memory_bandwidth
-            total += times * max(0.0, memory["host_gradients"] / cluster.host_bandwidth - behind)
+        total += on_host * self.nodes.per_node / cluster.host_memory_bandwidth
+        total += times * max(0.0, held["host_gradients"] / cluster.host_bandwidth - behind)
         if setting.offload == "optimizer":
             total += self.numel * self.dtypes.compute.itemsize / self.world.world_size / cluster.host_bandwidth
         return total

@@ -70,6 +70,12 @@ def test_states_are_known_without_a_rehearsal(words):
         assert size == pytest.approx(rehearsed[category], rel=0.01), category
 
 
+def test_an_offload_of_nothing_is_estimated():
+    run = compose((*TINY, "offload=optimizer", "zero.offload_optimizer.ratio=0"))
+    nothing = Estimator(run, program_of, H100_HDR, ClusterShape(2, 2))(Setting(2, "optimizer", False, 1))
+    assert nothing.host_bytes == 0 and nothing.seconds > 0
+
+
 def test_what_is_printed_composes_to_what_was_rehearsed(advice):
     for option in advice.options:
         words = shlex.split(command(option, advice.question))

@@ -17,10 +17,8 @@ class Variant:
     """One configuration of one contender."""
 
     name: str
-    note: str
-    """What is special about it, for the table's legend."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Read by the contender's builder; every option is used there."""
+    note: str  # what is special about it, for the table's legend
+    options: dict[str, Any] = field(default_factory=dict)  # read by the contender's builder; every option is used there
 
 
 @dataclass(frozen=True)
@@ -29,19 +27,13 @@ class Contender:
 
     name: str
     title: str
-    builder: str
-    """``module:function`` under ``tools.bench``; called as ``function(context, options)``."""
+    builder: str  # `module:function` under `tools.bench`; called as `function(context, options)`
     variants: tuple[Variant, ...]
-    needs: str | None = None
-    """A module that must be importable, else the contender is skipped with a line."""
-    stage: int | None = None
-    """ZeRO stage, where it has one."""
-    alone: bool = False
-    """Takes part with ``--ranks 1`` only."""
-    peer: str | None = None
-    """Over whom the page of ``gpu`` gives its ratio."""
-    late: bool = False
-    """Its course of training is another one by definition, so its losses are shown and not judged."""
+    needs: str | None = None  # a module that must be importable, else the contender is skipped with a line
+    stage: int | None = None  # ZeRO stage, where it has one
+    alone: bool = False  # takes part with `--ranks 1` only
+    peer: str | None = None  # over whom the page of `gpu` gives its ratio
+    late: bool = False  # its course of training is another one by definition, so its losses are shown and not judged
 
     @property
     def installed(self) -> bool:
@@ -137,8 +129,7 @@ ZEROPP = Contender(
         for name, more in _ZEROPP.items()
     ), stage=3,
 )  # fmt: skip
-ON_REQUEST: tuple[Contender, ...] = (*map(_muon, range(4)), ZEROPP)
-"""Who takes part only where it is named."""
+ON_REQUEST: tuple[Contender, ...] = (*map(_muon, range(4)), ZEROPP)  # who takes part only where it is named
 
 CPU: dict[str, Any] = {"device": "cpu", "pin_memory": True}
 

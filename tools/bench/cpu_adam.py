@@ -30,8 +30,7 @@ from tools.bench.timing import interleaved, parser_of
 
 OURS = ("chunked", "compiled")
 NAMES = ("deepspeed", "torch", *OURS, "copy")
-BYTES_PER_ELEMENT = 28
-"""Gradient 2, parameter and moments 12 read and 12 written, output 2."""
+BYTES_PER_ELEMENT = 28  # gradient 2, parameter and moments 12 read and 12 written, output 2
 BARS = (
     ("compiled", "deepspeed", 0.60), ("compiled", "torch", 0.60), ("chunked", "deepspeed", 0.80),
     ("chunked", "torch", 0.80), ("compiled", "copy", 1 / 0.9),

@@ -42,8 +42,7 @@ from tools.bench.timing import parser_of
 from tools.bench.workload import Workload
 
 Command = list[str]
-TAIL_CHARACTERS = 12_000
-"""Of what a part has printed, on the page."""
+TAIL_CHARACTERS = 12_000  # of what a part has printed, on the page
 STAGES = ",".join(["plain", "fsdp2:bf16", *(f"deepzero{s}:overlap,deepspeed{s}:torch-adam" for s in (1, 2, 3))])
 """Nobody has anybody to talk to: one variant each."""
 GPU_TESTS = ("tests/gpu", "tests/compat/test_comm.py", "tests/unit/test_cpu_adam_step.py",

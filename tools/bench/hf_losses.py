@@ -26,8 +26,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 SCRIPTS = ("hf_trainer", "accelerate_loop")
-AS_MADE = "as-made"
-"""As this file's first argument: run an example, the others are its name and its own arguments."""
+AS_MADE = "as-made"  # as this file's first argument: run an example, the others are its name and its own arguments
 
 
 def arguments_of(script: str, stage: int, precision: str, steps: int, folder: str) -> list[str]:

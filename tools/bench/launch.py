@@ -38,18 +38,14 @@ class Outcome:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """Piece to samples, each the slowest rank's, in seconds per step. Contenders have ``step``, and perhaps parts of it
     that they time themselves; the floor has several pieces."""
-    losses: list[float] = field(default_factory=list)
-    """Mean over ranks, of every step from the first untimed one."""
+    losses: list[float] = field(default_factory=list)  # mean over ranks, of every step from the first untimed one
     cpu_seconds: dict[str, float] = field(default_factory=dict)
     """Piece to processor seconds per step, all threads of one rank together, of the busiest rank. Time in a table that
     is far above it was spent waiting, for another rank or for a processor that somebody else had."""
-    build_peak_bytes: int = 0
-    """Largest resident size until the model is built, of the largest rank."""
-    step_peak_bytes: int = 0
-    """The same, while steps run."""
+    build_peak_bytes: int = 0  # largest resident size until the model is built, of the largest rank
+    step_peak_bytes: int = 0  # the same, while steps run
     parameters: int = 0
-    wall_seconds: float = 0.0
-    """From the start of the processes to their end."""
+    wall_seconds: float = 0.0  # from the start of the processes to their end
     error: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     """What rank 0 noted beside: memory of device and host, arena, pipeline."""
@@ -73,16 +69,12 @@ class Plan:
     work: Workload
     warmup: int
     blocks: int
-    steps: int
-    """Of a block."""
-    each: bool
-    """Whether a sample is one step, or the mean of a block."""
+    steps: int  # of a block
+    each: bool  # whether a sample is one step, or the mean of a block
     timeout_seconds: float
     folder: Path
-    place: str = "cpu"
-    """Where the model is drawn; see ``rank.draw_model``."""
-    commands: tuple[tuple[str, ...], ...] = ()
-    """Before each block rank 0 runs one of these, if there are any."""
+    place: str = "cpu"  # where the model is drawn; see `rank.draw_model`
+    commands: tuple[tuple[str, ...], ...] = ()  # before each block rank 0 runs one of these, if there are any
     between_nodes: tuple[float, ...] = ()
     """Bytes a second that a rank's simulated link to other nodes carries in each block; 0: any. Empty: no link."""
 

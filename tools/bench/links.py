@@ -53,10 +53,8 @@ CONTENDERS = (
     "deepzero0:overlap,deepzero1:overlap,deepzero1:gather,deepzero2:overlap,deepzero2:gather,deepzero3:overlap,"
     "deepzero3:gather,ddp:bf16,zro:bf16,fsdp2:bf16,deepspeed2:torch-adam,floor"
 )
-PER_NODE = 2
-"""Ranks of a pretended node."""
-Found = dict[tuple[str, float], list[Outcome]]
-"""Contender with its variant, and speed, to what the rounds found."""
+PER_NODE = 2  # ranks of a pretended node
+Found = dict[tuple[str, float], list[Outcome]]  # contender with its variant, and speed, to what the rounds found
 
 
 def bucket(gbit: float) -> tuple[str, ...]:

@@ -41,8 +41,7 @@ from tools.bench.timing import natural, parser_of, timed
 WAYS: dict[str, tuple[str, ...] | None] = {
     "none": None, "jsonl": (), "wandb": ("wandb",), "tensorboard": ("tensorboard",), "all": ("wandb", "tensorboard"),
 }  # fmt: skip
-LIMIT = 1.01
-"""The bar: all loggers on cost at most 1 % of step time."""
+LIMIT = 1.01  # the bar: all loggers on cost at most 1 % of step time
 TOKENS = 64
 
 

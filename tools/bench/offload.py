@@ -49,8 +49,7 @@ PARTS = ("speed", "largest")
 NEEDS_SECONDS = {"speed": (15.0, 18.0), "largest": (20.0, 17.0)}
 """What a contender that has not run yet, or a largest model, is not begun without: seconds, and more for each billion
 parameters. Quick runs need a fifth."""
-KEPT_FREE = 0.25
-"""Of the budget, for the largest model."""
+KEPT_FREE = 0.25  # of the budget, for the largest model
 FREE_AGAIN_SECONDS = 15.0
 
 

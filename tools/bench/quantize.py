@@ -27,8 +27,7 @@ from tools.bench.rank import synchronize
 from tools.bench.report import print_machine, table
 from tools.bench.timing import interleaved, multiple_of, parser_of
 
-BARS = {"cpu": 0.5, "cuda": 0.7}
-"""Of the copy's bandwidth, for ``compiled`` with 8 bits."""
+BARS = {"cpu": 0.5, "cuda": 0.7}  # of the copy's bandwidth, for `compiled` with 8 bits
 
 
 Runs = dict[str, tuple[Callable[[], object], float]]

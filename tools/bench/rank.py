@@ -58,8 +58,7 @@ class Context:
     work: Workload
     rank: int
     device: torch.device
-    model: nn.Module
-    """fp32, the same values on every rank; on the CPU, unless the spec wants it drawn elsewhere."""
+    model: nn.Module  # fp32, the same values on every rank; on the CPU, unless the spec wants it drawn elsewhere
 
 
 @dataclass(frozen=True)

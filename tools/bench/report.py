@@ -41,8 +41,7 @@ SPEED_LIMITS: dict[int, dict[str, float]] = {
     3: {"deepspeed3": 0.62, "fsdp2": 0.70, "floor": 1.25},
 }
 """By stage: largest step time, relative to a peer or to the floor."""
-ALONE_LIMIT = 1.05
-"""Of stage 3 on one rank, over a plain loop."""
+ALONE_LIMIT = 1.05  # of stage 3 on one rank, over a plain loop
 
 
 # ---- what was measured -----------------------------------------------------------------------------------------------
@@ -58,10 +57,8 @@ class Measured:
 
     contender: Contender
     variant: Variant
-    rounds: tuple[Outcome, ...]
-    """With samples."""
-    idle_bytes: float | None = None
-    """Peak of the same program with a tiny model; None where that was not measured."""
+    rounds: tuple[Outcome, ...]  # with samples
+    idle_bytes: float | None = None  # peak of the same program with a tiny model; None where that was not measured
 
     @property
     def samples(self) -> list[float]:

@@ -25,26 +25,19 @@ class Workload:
     n_embd: int = 768
     n_head: int = 12
     vocab_size: int = 8192
-    block_size: int = 256
-    """Tokens per sequence."""
-    micro_batch: int = 1
-    """Sequences per rank and step; there is no accumulation."""
+    block_size: int = 256  # tokens per sequence
+    micro_batch: int = 1  # sequences per rank and step; there is no accumulation
     ranks: int = 2
-    threads: int = 1
-    """Intra-op threads of each rank, on CPU."""
-    device: str = "cpu"
-    """``cpu`` (gloo) or ``cuda`` (NCCL, one GPU per rank)."""
-    lr: float = 1e-4
-    """Low and constant, so that the losses of the contenders stay comparable without a warm-up."""
+    threads: int = 1  # intra-op threads of each rank, on CPU
+    device: str = "cpu"  # `cpu` (gloo) or `cuda` (NCCL, one GPU per rank)
+    lr: float = 1e-4  # low and constant, so that the losses of the contenders stay comparable without a warm-up
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
-    clip: float = 1.0
-    """Largest global gradient norm."""
+    clip: float = 1.0  # largest global gradient norm
     seed: int = 1234
-    checkpointing: bool = False
-    """Activation checkpointing: blocks are computed again in the backward pass."""
+    checkpointing: bool = False  # activation checkpointing: blocks are computed again in the backward pass
 
     @property
     def tokens_per_step(self) -> int:

@@ -41,8 +41,7 @@ from tools.bench.timing import MODEL_OPTIONS, natural, parser_of, work_of
 from tools.bench.workload import TINY
 
 Entry = tuple[Contender, Variant]
-Results = dict[tuple[str, str], list[Outcome]]
-"""(contender, variant) to its outcomes, one per round."""
+Results = dict[tuple[str, str], list[Outcome]]  # (contender, variant) to its outcomes, one per round
 
 DEFAULTS = {"rounds": (1, 5), "steps": (3, 8), "warmup": (1, 3)}
 """Option to its default of a quick run, and of another one."""
