@@ -83,7 +83,7 @@ def trace(
         yield lambda: None
         return
     accelerator = accelerator_of(device or torch.device("cpu"))
-    recording = Recording(run_dir / FOLDER, f"rank{rank}", held, cfg, accelerator, ranges)
+    recording = Recording(run_dir / FOLDER, f"rank{rank}", held, cfg, accelerator, ranges or Ranges())
     activity = torch.profiler.ProfilerActivity
     kinds = [activity.CPU, getattr(activity, accelerator.kind.upper(), activity.CPU)]
     profiler = torch.profiler.profile(
@@ -105,22 +105,16 @@ def trace(
 
 
 class Recording:
-    """What this module adds to one rank's traces in ``folder``, named ``worker``: on while the profiler records.
+    """What this module adds to one rank's traces in ``folder``, named ``name``: on while the profiler records.
 
     On a GPU the allocator's history too; one that the program records already is written as it is.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        worker: str,
-        held: Held | None,
-        cfg: ProfilerConfig,
-        accelerator: Accelerator,
-        ranges: Ranges | None = None,
+        self, folder: Path, name: str, held: Held | None, cfg: ProfilerConfig, accelerator: Accelerator, ranges: Ranges
     ) -> None:
-        self._ranges = ranges or Ranges()
-        self.folder, self.worker, self._cfg, self._held = folder, worker, cfg, held if cfg.memory else None
+        self.folder, self.name, self._cfg, self._ranges = folder, name, cfg, ranges
+        self._held = held if cfg.memory else None
         self._history = MemoryHistory(accelerator) if cfg.memory and accelerator.has_streams else None
         self._recorder: Recorder | None = None
         self._started_history = self._broken = False
@@ -166,7 +160,7 @@ class Recording:
     def write(self, profiler: torch.profiler.profile) -> None:
         """The recorded steps are over: write the trace, whole or not at all."""
         self.tried = True
-        stem = f"{self.worker}.{time.time_ns()}"
+        stem = f"{self.name}.{time.time_ns()}"
         part, path = self.folder / f".{stem}.part.json", self.folder / f"{stem}.pt.trace.json"
         try:
             self._ranges.stop()

@@ -81,14 +81,14 @@ def _rows(summary: TraceSummary) -> list[list[str]]:
 
 def _waits(summary: TraceSummary) -> list[list[str]]:
     """What the rank stood still for: the head and the widest rows of a table, milliseconds of an average step."""
-    steps, groups = len(summary.steps), summary.groups()
-    rows = [
-        [g.phase or "outside", g.what, f"{g.total / steps:.2f}", f"{g.collectives / steps:.3g}",
-         f"{g.widest.length:.2f}", str(g.widest.step)]
-        for g in groups[:WIDEST]
-    ]  # fmt: skip
+    steps, groups, rows = len(summary.steps), summary.groups(), []
+    for gaps, total in groups[:WIDEST]:
+        widest, collectives = gaps[0], len({gap.collective for gap in gaps})
+        often = [f"{total / steps:.2f}", f"{collectives / steps:.3g}"]
+        rows.append([widest.phase or "outside", widest.cause.what, *often, f"{widest.length:.2f}", str(widest.step)])
     if rest := groups[WIDEST:]:
-        rows.append(["", f"in {len(rest)} other places", f"{sum(g.total for g in rest) / steps:.2f}", "", "", ""])
+        total = sum(total for _, total in rest)
+        rows.append(["", f"in {len(rest)} other places", f"{total / steps:.2f}", "", "", ""])
     return [["in", "stood still for", "ms a step", "a step", "widest, ms", "in step"], *rows] if rows else []
 
 
@@ -195,12 +195,12 @@ def _timeline(summary: TraceSummary, ident: str) -> str:
 
 def _held(summary: TraceSummary, ident: str) -> str:
     """The ledger's categories on top of each other. What is held between two samples is not seen."""
-    samples = summary.trace.held
+    if len(samples := summary.trace.held) < 2:
+        return ""
+    begin, lines = samples[0][0], list[svg.Line]()
     names = dict.fromkeys(name for _, held in samples for name, size in held.items() if size)
-    lines = []
     for place, name in enumerate(names):
-        sizes = [((at - samples[0][0]) / 1000, held.get(name, 0.0)) for at, held in samples]
+        sizes = [((at - begin) / 1000, held.get(name, 0.0)) for at, held in samples]
         most = short_bytes(max(size for _, size in sizes))
         lines.append(svg.Line(name, sizes, f"c{1 + place % 8}", "area", most))
-    drawn = svg.chart(f"{ident}-held", "Bytes held, by category", lines, "milliseconds", short_bytes)
-    return drawn if len(samples) > 1 else ""
+    return svg.chart(f"{ident}-held", "Bytes held, by category", lines, "milliseconds", short_bytes)

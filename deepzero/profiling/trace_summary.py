@@ -63,16 +63,6 @@ class Gap(NamedTuple):
         return self.step, self.begin if self.cause.flight is None else self.cause.flight, self.cause.what
 
 
-class GapKind(NamedTuple):
-    """Gaps of the same origin, over all steps. Milliseconds."""
-
-    phase: str
-    what: str
-    collectives: int  # how many of them, or of copies
-    total: float
-    widest: Gap
-
-
 class TraceSummary:
     """A trace summed up: every step, and the gaps, the widest first."""
 
@@ -103,16 +93,13 @@ class TraceSummary:
         """The average step; its overlap is that of all steps together."""
         return StepTimes(-1, *(sum(column) / len(self.steps) for column in list(zip(*self.steps, strict=True))[1:]))
 
-    def groups(self) -> list[GapKind]:
-        """The gaps by phase and origin, those with the most time first."""
+    def groups(self) -> list[tuple[list[Gap], float]]:
+        """The gaps of one phase and origin, the widest first, with their milliseconds; the longest of these first."""
         found: dict[tuple[str, str], list[Gap]] = {}
         for gap in self.gaps:
             found.setdefault((gap.phase, gap.cause.what), []).append(gap)
-        groups = [
-            GapKind(*key, len({gap.collective for gap in gaps}), sum(gap.length for gap in gaps), gaps[0])
-            for key, gaps in found.items()
-        ]
-        return sorted(groups, key=lambda group: -group.total)
+        groups = [(gaps, sum(gap.length for gap in gaps)) for gaps in found.values()]
+        return sorted(groups, key=lambda group: -group[1])
 
 
 def _gaps(trace: Trace, step: TraceStep, exposed: Times, causes: Sequence[TraceSpan]) -> Iterable[Gap]:
