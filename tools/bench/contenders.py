@@ -7,6 +7,7 @@ and imports nothing heavy: the command line reads it before any rank starts.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,12 +160,8 @@ OFFLOAD: tuple[Contender, ...] = (
 
 
 def by_name(name: str) -> Contender:
-    """Look a contender of ``zero`` or ``links`` up.
-
-    Raises:
-        ValueError: nobody has that name; the message lists those who are there.
-    """
+    """Look a contender of ``zero`` or ``links`` up, for their command lines."""
     known = {contender.name: contender for contender in (*CONTENDERS, *ON_REQUEST)}
     if name not in known:
-        raise ValueError(f"unknown contender {name!r}; there are: {', '.join(known)}")
+        raise argparse.ArgumentTypeError(f"unknown contender {name!r}; there are: {', '.join(known)}")
     return known[name]

@@ -165,7 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--speeds", type=float, nargs="+", default=[1, 3, 10, 25, 0], help="10^9 bits per second; 0: memory speed")
     add("--between-nodes", action="store_true", help="only what pretended nodes of two ranks send each other")
-    add("--contenders", metavar="A,B", help="see tools.bench.zero (default: most; between nodes zeropp)")
+    several = "see tools.bench.zero (default: most; between nodes zeropp)"
+    add("--contenders", type=select_entries, metavar="A,B", help=several)
     add("--timeout", type=float, default=300.0, help="seconds for one contender in one round (default 300)")
     add("--cluster", type=Path, metavar="FILE.json", help="what tools.simulate --probe has found here (default: probe)")
     add("--quick", action="store_true", help="a tiny model: does everything run?")
@@ -177,10 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if work.ranks % PER_NODE or work.ranks == PER_NODE:
             parser.error(f"--between-nodes: {work.ranks} ranks are no nodes of {PER_NODE}")
         speeds = [0, *(speed for speed in speeds if speed)]  # a step without a slow link is what others are held to
-    try:
-        entries = select_entries(options.contenders or ("zeropp" if nodes else CONTENDERS))
-    except ValueError as error:
-        parser.error(str(error))
+    entries = options.contenders or select_entries("zeropp" if nodes else CONTENDERS)
     throttled = any(speeds) and not nodes
     if not nodes and INSIDE not in os.environ:
         return _start_again(arguments, options.cluster, work.ranks, throttled)

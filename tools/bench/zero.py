@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.epilog = f"contenders: {names}; only where named: {more}; variants: CONTENDER:VARIANT picks one"
     add = parser.add_argument
     add("--warmup", type=natural, help="untimed steps before them (default 3; quick: 1)")
-    add("--contenders", default=names, metavar="A,B", help="who takes part (default: all)")
+    add("--contenders", type=select_entries, default=names, metavar="A,B", help="who takes part (default: all)")
     add("--keep", type=float, default=1.10, help="after round 1, keep variants this close to the best (default 1.10)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL, one GPU per rank (default cpu)")
     add("--quick", action="store_true", help="a tiny model, for checking that everything runs")
@@ -75,19 +75,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else full)
     options.work = work_of(parser, options, **{name: getattr(options, name) for name in ("ranks", "threads", "device")})
-    try:
-        options.entries = select_entries(options.contenders)
-    except ValueError as error:
-        parser.error(str(error))
     return options
 
 
 def select_entries(text: str) -> list[Entry]:
-    """``"ddp,zro:bf16"`` to pairs of contender and variant.
-
-    Raises:
-        ValueError: an unknown contender or variant; the message lists the known ones.
-    """
+    """An argparse type, whose errors list who is known: ``"ddp,zro:bf16"`` to pairs of contender and variant."""
     entries: list[Entry] = []
     for word in filter(None, text.split(",")):
         name, _, wanted = word.strip().partition(":")
@@ -95,7 +87,7 @@ def select_entries(text: str) -> list[Entry]:
         chosen = [(contender, variant) for variant in contender.variants if wanted in ("", variant.name)]
         if not chosen:
             known = ", ".join(variant.name for variant in contender.variants)
-            raise ValueError(f"{name} has no variant {wanted!r}; it has: {known}")
+            raise argparse.ArgumentTypeError(f"{name} has no variant {wanted!r}; it has: {known}")
         entries += chosen
     return entries
 
@@ -183,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The commit is read before the run: the checkout may move on while it lasts.
     facts = [*report.machine_facts(work), f"commit {report.commit()}", report.load_fact(work)]
     print("\n".join(facts), flush=True)
-    entries = taking_part(options.entries, options.ranks)
+    entries = taking_part(options.contenders, options.ranks)
     with tempfile.TemporaryDirectory(prefix="deepzero-bench-") as scratch:
         folder = options.logs.resolve() if options.logs else Path(scratch)
         plan = Plan(work, options.warmup, 1, options.steps, True, options.timeout, folder)
