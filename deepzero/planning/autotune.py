@@ -16,7 +16,7 @@ import dataclasses
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from deepzero.comm.ledger import side_of
@@ -66,19 +66,6 @@ class Refused:
     buffers: int = 0  # bytes that come on top by estimate, where nothing was rehearsed
 
 
-@dataclass
-class TuningAdvice:
-    """The result of a search: what fits, what was not tried, what does not fit."""
-
-    question: Question
-    numel: int
-    options: list[Option] = field(default_factory=list)  # what fits, the fastest first
-    refused: list[Refused] = field(default_factory=list)
-    waiting: list[Estimate] = field(default_factory=list)  # what may fit, and was not rehearsed for want of time
-    help: list[str] = field(default_factory=list)  # where nothing fits: what would
-    took: float = 0.0
-
-
 def rehearse_option(question: Question, setting: Setting, words: Sequence[str]) -> Option:
     """One setting on the cluster.
 
@@ -106,47 +93,49 @@ def rehearse_option(question: Question, setting: Setting, words: Sequence[str]) 
 
 
 class Search:
-    """Finds the settings that fit, and how fast they are."""
+    """Finds the settings that fit, and how fast they are: the advice, when it has been run."""
 
     def __init__(self, question: Question) -> None:
         self.question, self.space = question, Space(question)
         self.began = time.perf_counter()
         question.tell("probing the model")
         self.estimator = Estimator(self.space.run, question.make, question.cluster, question.world)
-        self.advice = TuningAdvice(question, 0)
-        self.rehearsed, self.longest = 0, 0.0
+        self.options: list[Option] = []  # what fits, the fastest first
+        self.refused: list[Refused] = []
+        self.waiting: list[Estimate] = []  # what may fit, and was not rehearsed for want of time
+        self.help: list[str] = []  # where nothing fits: what would
+        self.rehearsed, self.longest, self.took = 0, 0.0, 0.0
         self.extra: dict[tuple[tuple[int, Offloaded], bool], float] = {}
         """Bytes by which rehearsals have shown an estimate to be too small."""
 
-    def run(self) -> TuningAdvice:
-        """Estimate, rehearse, refine, sort."""
-        advice, chosen = self.advice, []
+    def run(self) -> Search:
+        """Estimate, rehearse, refine, sort; returns itself."""
+        chosen = []
         for family in self.space.families():
             candidates = self._candidates(family)
-            advice.numel = self.estimator.numel
             if candidates:
                 chosen.append(candidates)
                 continue
             nearest = min(self._smallest([family], self.space.checkpointing()), key=lambda one: self._beyond(one)[0])
             refused = Refused(nearest.setting, nearest.memory, *self._beyond(nearest), False, buffers=nearest.buffers)
-            advice.refused.append(refused)
+            self.refused.append(refused)
         for candidates in sorted(chosen, key=lambda some: -some[0].tokens_per_second):
             if self._may_rehearse(refining=False):
                 self._settle(candidates)
             else:
-                advice.waiting.append(candidates[0])
+                self.waiting.append(candidates[0])
         self._sort()
         self._grow()
-        if advice.options:
-            best = advice.options[0].setting
+        if self.options:
+            best = self.options[0].setting
             for extra in self.space.variants(best, self.estimator.limit, self.estimator.numel):
                 if self._may_rehearse(refining=True):
                     self._try(dataclasses.replace(best, extra=extra))
             self._sort()
-        if not advice.options and not advice.waiting:
-            advice.help = self._help()
-        advice.took = time.perf_counter() - self.began
-        return advice
+        if not self.options and not self.waiting:
+            self.help = self._help()
+        self.took = time.perf_counter() - self.began
+        return self
 
     def _candidates(self, family: tuple[int, Offloaded]) -> list[Estimate]:
         """Settings of a family that may fit, in the order in which they are to be tried: the most promising first."""
@@ -198,7 +187,7 @@ class Search:
             likely = [one for one in left if self._likely(one)]
             remaining = likely or sorted(left, key=lambda one: one.device_bytes)[:1]
         if last is not None:
-            self.advice.refused.append(last)
+            self.refused.append(last)
 
     def _try(self, setting: Setting, estimate: Estimate | None = None) -> Refused | None:
         """Rehearse one setting, and note it where it fits; returns why it does not, or None."""
@@ -219,17 +208,17 @@ class Search:
         host = simulated.host_bytes_per_node - self.question.host_bytes
         if max(over, host) > 0:
             return Refused(setting, plan.memory(simulated.rehearsal), over if over > 0 else host, over <= 0, True)
-        self.advice.options.append(option)
+        self.options.append(option)
         return None
 
     def _sort(self) -> None:
         """The fastest first; of equals, the one that holds less, then the plainer one."""
         speed = lambda one: float(f"{one.tokens_per_second:.3g}")
-        self.advice.options.sort(key=lambda one: (-speed(one), one.simulated.device_bytes, len(one.words)))
+        self.options.sort(key=lambda one: (-speed(one), one.simulated.device_bytes, len(one.words)))
 
     def _grow(self) -> None:
         """Larger micro-batches for the fastest, as long as it waits much and gains by them: estimates hide too much."""
-        while (options := self.advice.options) and options[0].simulated.exposed_share > WAITS:
+        while (options := self.options) and options[0].simulated.exposed_share > WAITS:
             best = options[0].setting
             larger = next((size for size in self.space.batches() if size[0] > best.micro_batch), None)
             if larger is None or not self._may_rehearse(refining=True):
@@ -257,7 +246,7 @@ class Search:
         if fits:
             words = " ".join(words_of(max(fits, key=lambda one: one.tokens_per_second).setting))
             said.append(f"{words}, which the given settings exclude")
-        device = [one.too_much + one.buffers for one in self.advice.refused if one.too_much > 0 and not one.on_host]
+        device = [one.too_much + one.buffers for one in self.refused if one.too_much > 0 and not one.on_host]
         if device:
             needed = (self.question.device_bytes + min(device)) / (1 - self.question.headroom)
             now = short_bytes(self.question.cluster.memory_bytes)
@@ -284,13 +273,13 @@ def command(option: Option, question: Question) -> str:
     return f"{start} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py {shlex.join(words)}"
 
 
-def text(advice: TuningAdvice) -> str:
+def text(advice: Search) -> str:
     """Returns the advice as text for a terminal."""
     question = advice.question
     world, cluster = question.world, question.cluster
     nodes = world.world_size // world.ranks_of_host
     lines = [
-        f"{advice.numel:,} parameters; {cluster.name}: {world.world_size} ranks, "
+        f"{advice.estimator.numel:,} parameters; {cluster.name}: {world.world_size} ranks, "
         f"{nodes} node{'s' if nodes > 1 else ''} of {world.ranks_of_host}",
         f"to be used: {short_bytes(question.device_bytes)} of {short_bytes(cluster.memory_bytes)} on a device, "
         f"{short_bytes(question.host_bytes)} of {short_bytes(cluster.host_bytes)} in a node's host memory",
@@ -312,7 +301,7 @@ def text(advice: TuningAdvice) -> str:
     return "\n".join([*lines, "", *_end(advice)])
 
 
-def _end(advice: TuningAdvice) -> list[str]:
+def _end(advice: Search) -> list[str]:
     if advice.options:
         best = advice.options[0]
         kinds = list(best.simulated.timeline.exposed_by_kind().items())[:3]
@@ -368,7 +357,7 @@ def _refused(refused: Refused) -> str:
     return f"  {_name(refused.setting)}: {too_much} too much for {_where(refused)}; a rank has {parts}"
 
 
-def as_dict(advice: TuningAdvice) -> dict[str, Any]:
+def as_dict(advice: Search) -> dict[str, Any]:
     """Everything, for a JSON file."""
     question = advice.question
     options = [
@@ -385,7 +374,7 @@ def as_dict(advice: TuningAdvice) -> dict[str, Any]:
         for option in advice.options
     ]
     return {
-        "parameters": advice.numel,
+        "parameters": advice.estimator.numel,
         "cluster": dataclasses.asdict(question.cluster),
         "world_size": question.world.world_size,
         "ranks_per_node": question.world.ranks_of_host,

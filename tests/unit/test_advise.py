@@ -113,7 +113,7 @@ def test_small_memory_leaves_stage_3_alone():
         exact=False,
     )  # fmt: skip
     of_stages = [dataclasses.replace(sizes, stage=stage) for stage in (2, 3)]
-    forms = [sum(predicted_memory(Elements(found.numel), ranks, given).values()) for given in of_stages]
+    forms = [sum(predicted_memory(Elements(found.estimator.numel), ranks, given).values()) for given in of_stages]
     assert forms[0] > 0.9 * memory > forms[1]
     assert {option.setting.stage for option in found.options} == {3}
     assert sorted(refused.setting.stage for refused in found.refused) == [0, 1, 2]
@@ -121,7 +121,7 @@ def test_small_memory_leaves_stage_3_alone():
     for said in ("stage 0: at least", "a rank has moments", "torchrun --nnodes=8 --nproc-per-node=8"):
         assert said in text(found)
     stage_2 = next(refused for refused in found.refused if refused.setting.stage == 2)
-    assert stage_2.memory["parameters"] == pytest.approx(2 * found.numel)
+    assert stage_2.memory["parameters"] == pytest.approx(2 * found.estimator.numel)
 
 
 def test_the_largest_micro_batch_that_fits():
