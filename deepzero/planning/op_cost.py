@@ -27,16 +27,13 @@ from torch.utils.flop_counter import flop_registry
 
 _ATEN = torch.ops.aten
 _FLASH, _FLASH_CPU = _ATEN._scaled_dot_product_flash_attention, _ATEN._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward
 _FORMULAS = {
     # torch counts the CPU's attention nowhere; it has the same products and the same arguments.
     _FLASH_CPU: flop_registry[_FLASH],
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _ATEN._scaled_dot_product_flash_attention_backward
-    ],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[_FLASH_BACKWARD],
     **flop_registry,
 }
-
-
 _COPIES = {
     getattr(_ATEN, name)
     for name in (

@@ -64,8 +64,7 @@ def traced(ranks, folder, changes, steps, active):
     return path
 
 
-SEVERAL = {"bucket": WIDTH * WIDTH + WIDTH, "overlap": True}
-"""Buckets, and reductions beside the backward pass."""
+SEVERAL = {"bucket": WIDTH * WIDTH + WIDTH, "overlap": True}  # buckets, and reductions beside the backward pass
 ON_HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 RUNS = {
     "stage 2": {"stage": 2, **SEVERAL},
@@ -193,9 +192,8 @@ def test_a_lane_holds_each_collective_from_launch_to_completion(run):
         mine = sorted((f["ts"], f["ts"] + f["dur"]) for f in flights if f["tid"] == lane)
         assert all(a[1] <= b[0] + 1e-3 for a, b in itertools.pairwise(mine))
     # The clock of these lanes is the profiler's: a launch lies in its flight, and a wait ends with it.
-    for flight, launch in zip(
-        sorted(flights, key=lambda f: f["ts"]), sorted(launches, key=lambda f: f["ts"]), strict=True
-    ):
+    flights, launches = (sorted(several, key=lambda event: event["ts"]) for several in (flights, launches))
+    for flight, launch in zip(flights, launches, strict=True):
         assert launch["name"] == flight["name"].replace("in_flight", "launch")
         assert flight["ts"] <= launch["ts"] + 20
         assert launch["ts"] + launch["dur"] <= flight["ts"] + flight["dur"] + 20

@@ -297,9 +297,8 @@ def test_every_program_of_the_day_takes_its_words(tmp_path):
 
 def test_the_day_runs_all_tests_that_need_a_gpu():
     tests = Path(__file__).parents[1]
-    marked = {
-        path.relative_to(tests.parent) for path in tests.rglob("test_*.py") if re.search(r"mark\.gpu", path.read_text())
-    }
+    files = (path for path in tests.rglob("test_*.py") if re.search(r"mark\.gpu", path.read_text()))
+    marked = {path.relative_to(tests.parent) for path in files}
     assert {path for path in marked if not any(map(path.is_relative_to, gpu.GPU_TESTS))} == set()
 
 

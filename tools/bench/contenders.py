@@ -91,9 +91,8 @@ _FSDP = (
 )
 _ALONE = Variant("bf16", "bf16 model, fp32 masters in the optimizer, no wrapper at all", {"mode": "bf16"})
 
-FLOOR = Contender(
-    "floor", "the floor", "floor:build", (Variant("pieces", "forward + backward, fused Adam, collectives: each alone"),)
-)
+_PIECES = Variant("pieces", "forward + backward, fused Adam, collectives: each alone")
+FLOOR = Contender("floor", "the floor", "floor:build", (_PIECES,))
 """Not a contender: the parts of a step without anything around them. Timed in every round like the others."""
 
 CONTENDERS: tuple[Contender, ...] = (
