@@ -476,9 +476,10 @@ def choose(everything: list[Mutant], seed: int, count: int, only: Sequence[str])
 
 def run(work: Path, args: argparse.Namespace) -> int:
     """Try the chosen mutants that have no result yet."""
-    known = json.loads((work / "map.json").read_text(encoding="utf-8"))
+    path = work / "map.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"digest": None}
     if known["digest"] != digest():
-        print("mutate: the source has changed since the map was made; run `python tools/mutate.py map` again")
+        print(f"mutate: {path} is not there, or of another source; run `python tools/mutate.py map`")
         return 2
     results = work / f"results-{digest()}.jsonl"
     entries = {(entry["file"], entry["index"]): entry for entry in _entries(results)}

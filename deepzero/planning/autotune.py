@@ -102,7 +102,7 @@ class Search:
         self.estimator = Estimator(self.space.run, question.make, question.cluster, question.world)
         self.options: list[Option] = []  # what fits, the fastest first
         self.refused: list[Refused] = []
-        self.waiting: list[Estimate] = []  # what may fit, and was not rehearsed for want of time
+        self.waiting: list[Estimate] = []  # what may fit, and was not rehearsed
         self.help: list[str] = []  # where nothing fits: what would
         self.rehearsed, self.longest, self.took = 0, 0.0, 0.0
         self.extra: dict[tuple[tuple[int, Offloaded], bool], float] = {}
@@ -290,7 +290,7 @@ def text(advice: Search) -> str:
         if any(option.straight_line for option in advice.options):
             lines.append("     ~ drawn out from two and three rehearsed micro-batches")
     if advice.waiting:
-        lines += ["", "what may fit, by estimate; not rehearsed for want of time (--seconds)"]
+        lines += ["", "what may fit, by estimate; not rehearsed for want of --seconds or --rehearsals"]
         lines += [
             f"  {_name(one.setting)}: about {short_number(one.tokens_per_second)} tokens/s, "
             f"{short_bytes(one.device_bytes + one.buffers)}"
@@ -309,7 +309,7 @@ def _end(advice: Search) -> list[str]:
         share = f"{best.simulated.exposed_share:.0%} of the step it waits" + (f": {waits}" if waits else "")
         return [f"the first: {share}", "run", f"  {command(best, advice.question)}"]
     if advice.waiting:
-        return ["nothing was rehearsed that fits; give it more --seconds"]
+        return ["nothing was rehearsed that fits; give it more --seconds or --rehearsals"]
     end, short = NOTHING_FITS, [one for one in advice.refused if one.too_much]
     if short:
         nearest = min(short, key=lambda one: one.too_much + one.buffers)
