@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import os
+import pkgutil
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,15 +16,7 @@ Z = "deepspeed.runtime.zero"
 VERSION = re.compile("__(version(_major|_minor|_patch)?|git_hash|git_branch)__")
 
 
-def at(path: str) -> Any:
-    """What a dotted path leads to: a module, or a name in one."""
-    try:
-        return importlib.import_module(path)
-    except ModuleNotFoundError:
-        above, _, name = path.rpartition(".")
-        if not above:
-            raise
-        return getattr(at(above), name)
+at = pkgutil.resolve_name  # what a dotted path leads to: a module, or a name in one
 
 
 def collect(modules: Mapping[str, str], calls: Mapping[str, str]) -> dict[str, Any]:

@@ -47,11 +47,6 @@ def test_a_stale_figure_is_named_with_what_has_changed(tmp_path, monkeypatch, ca
     assert "stages.svg is not current" in told
 
 
-def test_a_pointer_that_the_code_does_not_have_is_an_error():
-    with pytest.raises(ValueError, match="there is no no_such_method"):
-        figures.pointed("zero/partitioned_bucket.py:PartitionedBucket.no_such_method")
-
-
 def test_pages_show_every_figure_and_say_what_it_shows():
     images = [image for page in DOCS.glob("*.md") for image in re.findall(r"!\[([^\]]*)\]\(([\w/.]+)\)", text(page))]
     assert [(said, path) for said, path in images if len(said) < 20 or not (DOCS / path).is_file()] == []

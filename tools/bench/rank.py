@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import itertools
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -154,8 +154,7 @@ def run(spec: dict[str, Any], rank: int, note: Callable[..., None]) -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     torch.set_num_threads(work.threads)
-    module, function = spec["builder"].split(":")
-    build = getattr(importlib.import_module(f"tools.bench.{module}"), function)
+    build = pkgutil.resolve_name(f"tools.bench.{spec['builder']}")
     tokens = np.load(spec["tokens"])
 
     link = throttle() if spec["between_nodes"] else None

@@ -9,7 +9,6 @@ matplotlib, whether a committed figure is current. Exit status: 0; 1: with ``--c
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import itertools
 import json
@@ -28,14 +27,19 @@ import deepzero
 from deepzero.comm import process_group, ring
 from deepzero.comm.quantization import Format
 from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
+from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.comm.topology import Nodes, split_ranks
 from deepzero.launch.launcher import launch
 from deepzero.layout import plan_layout
 from deepzero.planning.clusters import PRESETS
 from deepzero.planning.dry_run import ClusterShape, DryRunResult, dry_run
 from deepzero.runtime.memory_model import Elements, StateSizes, predicted_memory, predicted_traffic, reduction_traffic
+from deepzero.runtime.zero.gradient_reduction import UnreducedGradients
+from deepzero.runtime.zero.module_hooks import ModuleHooks
+from deepzero.runtime.zero.optimizer_shard import OptimizerShard
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD
-from deepzero.runtime.zero.partitioned_bucket import ZeroParamStatus
+from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket, ZeroParamStatus
+from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER
 from deepzero.training.build_model import build_model, program_of
 from deepzero.training.command_line import compose, with_fallback_batch
@@ -151,22 +155,6 @@ class Canvas:
 
 def _places(*values: float) -> tuple[float, ...]:
     return tuple(round(float(value), 2) for value in values)
-
-
-def pointed(pointer: str) -> str:
-    """``Class.method`` of a pointer ``file.py:Class.method`` into ``deepzero/runtime/``, if the code has it.
-
-    Raises:
-        ValueError: it has not.
-    """
-    file, _, name = pointer.partition(":")
-    body: Sequence[ast.stmt] = ast.parse((ROOT / "deepzero" / "runtime" / file).read_text(encoding="utf-8")).body
-    for part in name.split("."):
-        found = [node for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == part]
-        if not found:
-            raise ValueError(f"deepzero/runtime/{pointer}: there is no {part}")
-        body = found[0].body
-    return name
 
 
 # ---- what is held, in closed forms -----------------------------------------------------------------------------------
@@ -383,23 +371,23 @@ def rehearsed(*overrides: str, ranks: int = 2) -> DryRunResult:
 
 
 BUCKET_STEPS = (
-    (SUMS[2], "A gradient is ready: taken, .grad = None", "zero/gradient_reduction.py:UnreducedGradients.take"),
-    (SUMS[2], "The bucket is complete: take a buffer", "../comm/reduce_scatter.py:BucketReducer.acquire"),
-    (SUMS[2], "Gradients are copied into it, and freed", "zero/gradient_reduction.py:UnreducedGradients.fill"),
-    (CARD, "Each part is sent to its owner", "../comm/reduce_scatter.py:BucketReducer.launch"),
-    (GRADIENTS, "All have arrived: fp32 sum, in rank order", "../comm/reduce_scatter.py:BucketReducer._finish"),
-    (GRADIENTS, "The owner's part is in grad_S", "zero/optimizer_shard.py:OptimizerShard.grad_output"),
+    (SUMS[2], "A gradient is ready: taken, .grad = None", UnreducedGradients.take),
+    (SUMS[2], "The bucket is complete: take a buffer", BucketReducer.acquire),
+    (SUMS[2], "Gradients are copied into it, and freed", UnreducedGradients.fill),
+    (CARD, "Each part is sent to its owner", BucketReducer.launch),
+    (GRADIENTS, "All have arrived: fp32 sum, in rank order", BucketReducer._finish),
+    (GRADIENTS, "The owner's part is in grad_S", OptimizerShard.grad_output),
 )  # fmt: skip
 
 
 def bucket_life() -> Canvas:
     """A gradient bucket of stage 2: what happens to it, who does it, and two of them in flight."""
     canvas = Canvas("A bucket of gradients, from autograd to its owners")
-    for row, (fill, words, pointer) in enumerate(BUCKET_STEPS):
+    for row, (fill, words, who) in enumerate(BUCKET_STEPS):
         y = 34 + row * 31.0
         canvas.box(LEFT, y, 332, 25, fill, SOFT, corner=4)
         canvas.text(22, y + 10.5, words)
-        canvas.text(338, y + 21, pointed(pointer), 8, INK, at="right")
+        canvas.text(338, y + 21, who.__qualname__, 8, INK, at="right")
         if row:
             canvas.arrow((28, y - 6), (28, y))
     events, flights = rehearsed("zero.stage=2").events, dict[str, list[float]]()
@@ -424,16 +412,11 @@ def bucket_life() -> Canvas:
     return canvas.end(346, f"{words}the third bucket is filled when the first one's sum is made.")
 
 
-COORDINATOR = "zero/partitioned_param_coordinator.py:"
-FETCH = COORDINATOR + "PartitionedParameterCoordinator.fetch_sub_module"
 CALLERS = (
-    ("zero/partitioned_bucket.py:PartitionedBucket.launch", FETCH, "zero/module_hooks.py:ModuleHooks._pre_forward_hook",
-     "zero/module_hooks.py:ModuleHooks.unpack"),
-    ("zero/partitioned_bucket.py:PartitionedBucket.wait", COORDINATOR + "PartitionedParameterCoordinator._wait", FETCH),
-    ("zero/partitioned_bucket.py:PartitionedBucket.release",
-     COORDINATOR + "PartitionedParameterCoordinator.release_sub_module",
-     COORDINATOR + "PartitionedParameterCoordinator.end_passes"),
-)  # fmt: skip
+    (PartitionedBucket.launch, Coordinator.fetch_sub_module, ModuleHooks._pre_forward_hook, ModuleHooks.unpack),
+    (PartitionedBucket.wait, Coordinator._wait, Coordinator.fetch_sub_module),
+    (PartitionedBucket.release, Coordinator.release_sub_module, Coordinator.end_passes),
+)
 """Of each change of state what makes it, then who calls that, then who calls the caller."""
 
 
@@ -448,7 +431,7 @@ def parameter_states() -> Canvas:
         canvas.box(LEFT, y, 178, 34, (CARD, GATHERED, PARAMETERS)[row], SOFT, corner=6)
         canvas.text(103, y + 15, status.name, 10, at="center", bold=True)
         canvas.text(103, y + 28, words, 8.5, at="center")
-    verbs = [[pointed(pointer) for pointer in pointers] for pointers in CALLERS]
+    verbs = [[who.__qualname__ for who in several] for several in CALLERS]
     for row, (verb, *callers) in enumerate(verbs):
         x, y = ((68, 84), (68, 172), (200, 52))[row]
         canvas.text(x, y, verb.split(".")[1] + "()", bold=True)
