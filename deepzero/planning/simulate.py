@@ -49,15 +49,9 @@ class SimulatedTimeline:
     spans: list[SimulatedSpan] = field(default_factory=list)
     seconds: float = 0.0
 
-    @property
-    def compute_seconds(self) -> float:
-        """During which the device computed."""
-        return sum(span.end - span.start for span in self.spans if span.lane == "compute")
-
-    @property
-    def network_seconds(self) -> float:
-        """During which something was on the network."""
-        return sum(span.end - span.start for span in self.spans if span.lane == "network")
+    def busy(self, lane: str) -> float:
+        """Seconds during which something was on a lane: the device computed, or the network carried something."""
+        return sum(span.end - span.start for span in self.spans if span.lane == lane)
 
     @property
     def exposed_seconds(self) -> float:
@@ -267,8 +261,8 @@ class Simulated:
             "cluster": self.cluster.name,
             "world_size": self.rehearsal.nodes.world_size,
             "step_seconds": line.seconds,
-            "compute_seconds": line.compute_seconds,
-            "network_seconds": line.network_seconds,
+            "compute_seconds": line.busy("compute"),
+            "network_seconds": line.busy("network"),
             "exposed_seconds": line.exposed_seconds,
             "exposed_by_kind": line.exposed_by_kind(),
             "tokens_per_second": self.tokens / line.seconds if self.tokens else None,
@@ -291,7 +285,7 @@ class Simulated:
             f"{cluster.name}: {nodes.world_size} ranks, {nodes.count} node{'s' if nodes.count > 1 else ''} of "
             f"{nodes.per_node}",
             f"  step {short_seconds(line.seconds)}{speed}, {reached:.0%} of the peak; compute "
-            f"{short_seconds(line.compute_seconds)}, network busy {short_seconds(line.network_seconds)}, waited for "
+            f"{short_seconds(line.busy('compute'))}, network busy {short_seconds(line.busy('network'))}, waited for "
             f"{short_seconds(line.exposed_seconds)} ({self.exposed_share:.0%} of the step)",
             *(f"    waits {short_seconds(waited):>10} for {kind}" for kind, waited in waits),
             f"  memory {short_bytes(self.device_bytes)} of {room}",

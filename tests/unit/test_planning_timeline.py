@@ -149,10 +149,10 @@ def played(events, ops, **changes):
 ])  # fmt: skip
 def test_what_is_not_overlapped_is_waited_for(events, ops, seconds, exposed):
     line = played(events, ops)
-    assert (line.seconds, line.compute_seconds) == pytest.approx((seconds, sum(ops) / 10))
+    assert (line.seconds, line.busy("compute")) == pytest.approx((seconds, sum(ops) / 10))
     assert line.exposed_by_kind() == pytest.approx(exposed)
     assert line.exposed_seconds == pytest.approx(sum(exposed.values()))
-    assert line.network_seconds == pytest.approx(sum(e.sent.bytes for e in events if e.what == "launch") / 10)
+    assert line.busy("network") == pytest.approx(sum(e.sent.bytes for e in events if e.what == "launch") / 10)
 
 
 def test_what_is_published_under_way_leaves_as_its_part_of_the_step_is_done():
@@ -163,7 +163,7 @@ def test_what_is_published_under_way_leaves_as_its_part_of_the_step_is_done():
     # first is there: the next step waits for the second, beside its one second of computing.
     assert line.seconds == pytest.approx(12 + 2)
     assert line.exposed_by_kind() == pytest.approx({gather: 1})
-    assert line.network_seconds == pytest.approx(6) and line.compute_seconds == pytest.approx(13)
+    assert line.busy("network") == pytest.approx(6) and line.busy("compute") == pytest.approx(13)
     # Of a larger model the rest is stepped on when both have left.
     line = played(events, [10], held={"masters": 20, "moments": 40}, memory={}, model_numel=120)
     assert line.seconds == pytest.approx(12 + 1) and line.exposed_by_kind() == {}
@@ -211,7 +211,7 @@ def test_a_delayed_update_runs_beside_the_step_and_holds_up_what_leaves():
 
 def test_the_device_steps_in_two_passes_over_its_states():
     line = played([Event("step", "", "", None, 0)], [], held={"masters": 40, "moments": 80})
-    assert line.seconds == line.compute_seconds == pytest.approx((2 * 120 + 40) / 10)
+    assert line.seconds == line.busy("compute") == pytest.approx((2 * 120 + 40) / 10)
 
 
 def test_a_cluster_says_whether_it_fits_and_how_fast_it_is():

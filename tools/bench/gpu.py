@@ -37,7 +37,7 @@ from deepzero.device import installed
 from deepzero.monitor.metrics_file import put
 from deepzero.utils.closed_pipe import exit_with
 from tools.bench import report
-from tools.bench.launch import ROOT, end_all, end_on_signals, start, tail
+from tools.bench.launch import ROOT, end_all, end_on_signals, environment_of, start, tail
 from tools.bench.timing import parser_of
 from tools.bench.workload import Workload
 
@@ -105,11 +105,7 @@ PARTS = {
 
 def run_program(command: Command, log: Path, limit: float, device: str) -> str | None:
     """Run it, its output behind ``log``'s; says what was wrong, None: nothing."""
-    environment = {name: value for name, value in os.environ.items() if name != "DEEPZERO_DEVICE"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    if device == "cpu":
-        environment["DEEPZERO_DEVICE"] = "cpu"
-    process = start([sys.executable, *command], log, ROOT, environment)
+    process = start([sys.executable, *command], log, ROOT, environment_of(device))
     try:
         status = process.wait(limit)
         return None if status == 0 else f"ended with status {status}"

@@ -141,11 +141,17 @@ def start(command: Sequence[str], log: Path, cwd: Path, environment: dict[str, s
         return subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, **where)
 
 
+def environment_of(device: str) -> dict[str, str]:
+    """This process's, for a program of the checkout. On the CPU deepzero is kept off a GPU that may be there."""
+    found = {name: value for name, value in os.environ.items() if name != "DEEPZERO_DEVICE"}
+    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return found | ({"DEEPZERO_DEVICE": "cpu"} if device == "cpu" else {})
+
+
 def rank_environment(work: Workload, rank: int, port: int) -> dict[str, str]:
-    """The parent's environment, and ``env://`` rendezvous at the store that this process has opened at ``port``."""
+    """With ``env://`` rendezvous at the store that this process has opened at ``port``."""
     environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        **environment_of(work.device),
         # DeepSpeed's compilation asks for ninja by name, and pip puts it beside the interpreter.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "RANK": str(rank),
@@ -160,9 +166,7 @@ def rank_environment(work: Workload, rank: int, port: int) -> dict[str, str]:
     }
     # torch.compile's helpers would each take some hundred MiB of what is being measured.
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    environment.pop("DEEPZERO_DEVICE", None)
-    # On the CPU deepzero is kept off a GPU that may be there.
-    return {**environment, "DEEPZERO_DEVICE": "cpu"} if work.device == "cpu" else environment
+    return environment
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_seconds: float) -> str | None:

@@ -264,14 +264,11 @@ def floor_table(floor: Floor) -> str:
 
 def bar_table(bars: Sequence[Bar]) -> str:
     """Every limit with its value and verdict."""
-    return columns(
-        bars,
-        deepzero=lambda bar: bar.name,
-        over=lambda bar: bar.against,
-        ratio=lambda bar: "-" if bar.value is None else f"{bar.value:.3f}",
-        limit=lambda bar: f"{bar.limit:.2f}",
-        verdict=lambda bar: bar.verdict,
-    )
+    lines = []
+    for bar in bars:
+        ratio = "-" if bar.value is None else f"{bar.value:.3f}"
+        lines.append([bar.name, bar.against, ratio, f"{bar.limit:.2f}", bar.verdict])
+    return table(["deepzero", "over", "ratio", "limit", "verdict"], lines)
 
 
 def distances(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
