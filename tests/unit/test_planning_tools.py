@@ -31,26 +31,21 @@ class Net(nn.Module):
     def forward(self, x):
         return self.out(self.conv(x).transpose(1, 2)).float().mean()
 
-def make():
-    batch = lambda: (torch.empty(2, 8, 32, device="meta", dtype=torch.bfloat16),)
-    return TrainStep(Net, batch, load_engine_config(CONFIG))
-
-def number():
-    return 3
-
 class Reads(Net):
     def forward(self, x):
-        return super().forward(x) * READ(x)
+        return super().forward(x) * x.sum().item()
 
-def reads():
-    global READ
-    READ = lambda x: x.sum().item()
-    return TrainStep(Reads, make().batch, load_engine_config(CONFIG))
+class Chooses(Net):
+    def forward(self, x):
+        return super().forward(x) * x.nonzero().sum()
 
-def chooses():
-    global READ
-    READ = lambda x: x.nonzero().sum()
-    return TrainStep(Reads, make().batch, load_engine_config(CONFIG))
+def make(net=Net):
+    batch = lambda: (torch.empty(2, 8, 32, device="meta", dtype=torch.bfloat16),)
+    return TrainStep(net, batch, load_engine_config(CONFIG))
+
+number = lambda: 3
+reads = lambda: make(Reads)
+chooses = lambda: make(Chooses)
 """
 
 
