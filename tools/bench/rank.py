@@ -41,12 +41,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepzero.device import accelerator_of
 from deepzero.monitor.metrics_file import put
-from deepzero.monitor.monitor import peak_rss_bytes
 from deepzero.offload.pinned_arena import available_host_bytes
 from tools.bench.node_link import throttle
 from tools.bench.workload import Workload, batch, build_model
 
+CPU = torch.device("cpu")
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """One optimizer step on one micro-batch; returns this rank's loss, detached."""
 
@@ -93,13 +94,17 @@ class Memory:
 
     def peak(self) -> int:
         """Peak bytes since :meth:`reset`."""
-        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else peak_rss_bytes()
+        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else self.resident()
 
     def facts(self) -> dict[str, int]:
         """The most that the allocator had given out, and that the system had less, pinned pages included."""
         self._taken = max(self._taken, self._before - (available_host_bytes() or 0))
         device = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
-        return {"device_bytes": device, "host_bytes": self._taken, "resident_bytes": peak_rss_bytes()}
+        return {"device_bytes": device, "host_bytes": self._taken, "resident_bytes": self.resident()}
+
+    def resident(self) -> int:
+        """This process's largest resident size, in bytes."""
+        return accelerator_of(CPU).max_memory_allocated(CPU)
 
 
 def draw_model(place: str, work: Workload, device: torch.device) -> nn.Module:
