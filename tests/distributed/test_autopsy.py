@@ -173,10 +173,11 @@ def test_standing_still_is_said_once():
 
 
 @pytest.mark.slow
-def test_the_thread_beside_nccl_prints(capsys):
-    dog = NcclWatchdog(StoreMailbox("nccl", dist.HashStore(), 1, 2), 1.0)
+def test_the_thread_beside_nccl_prints(capsys, monkeypatch):
+    monkeypatch.setattr(desync_watchdog, "TICK_SECONDS", 0.1)
+    dog = NcclWatchdog(StoreMailbox("nccl", dist.HashStore(), 1, 2), 0.5)
     dog.trail.launch("gather", "a")
-    time.sleep(2.5)
+    time.sleep(1.2)
     dog.leave("is done")
     assert capsys.readouterr().err.count("where rank 1 is") == 1
     dog.explain(TIMED_OUT)
