@@ -1,6 +1,7 @@
 """The arena is exact, carved in order, and refused in words; copies that are put off show who does not wait."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -95,13 +96,9 @@ def test_a_host_that_is_too_small(monkeypatch):
     assert "needs 24 GiB of host memory, 3 GiB (masters 1 GiB, moments 2 GiB) for each of the 8 ranks" in str(
         error.value
     )
-    monkeypatch.setattr(arenas, "_anonymous", _refuse)
+    monkeypatch.setattr(arenas, "_anonymous", mock.Mock(side_effect=OSError(12, os.strerror(12))))
     with pytest.raises(HostMemoryError, match="the system refuses 3 GiB"):
         HostArena(plan, CPU, pin=False)
-
-
-def _refuse(*_, **__):
-    raise OSError(12, os.strerror(12))
 
 
 def test_what_a_host_has(tmp_path):

@@ -4,6 +4,7 @@ import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -92,16 +93,12 @@ def test_pages_that_cannot_be_locked(kind, code, words, monkeypatch):
     gpu = Accelerator("cuda")
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: code)
     gpu.kind, gpu.module = kind, SimpleNamespace(device=lambda d: device.nullcontext(), cudart=lambda: runtime)
-    left = [RuntimeError("CUDA error: invalid argument")] * code
-
-    class Kernel:
-        def fill_(self, value):
-            raise left.pop()
-
-    monkeypatch.setattr(torch, "empty", lambda numel, device: Kernel())
+    kernel = mock.Mock()
+    kernel.fill_.side_effect = RuntimeError("CUDA error: invalid argument")
+    monkeypatch.setattr(torch, "empty", lambda numel, device: kernel)
     with pytest.raises(OSError, match=words):
         gpu.lock_pages(4096, 4096, GPU)
-    assert len(left) == max(0, code - 1)  # CUDA's last error is taken by a kernel of its own
+    assert kernel.fill_.call_count == bool(code)  # CUDA's last error is taken by a kernel of its own
 
 
 def test_what_torch_must_have():

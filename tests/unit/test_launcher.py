@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -140,10 +141,8 @@ def test_a_rank_that_cannot_be_started(monkeypatch):
 
 
 def test_no_place_to_meet(monkeypatch):
-    def full(**_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/x")
-
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/x")
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", mock.Mock(side_effect=full))
     with pytest.raises(RankFailed, match=r"no folder for the ranks to meet in: OSError: .*'/tmp/x'; TMPDIR can name"):
         go()
 

@@ -10,6 +10,7 @@ import struct
 import sys
 from datetime import datetime
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -266,7 +267,8 @@ def test_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch):
         monitor.step(step(number), 0.1)
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 4]
     assert said.getvalue().count("training goes on, and what cannot be written is left out") == 1
-    monkeypatch.setattr("deepzero.monitor.monitor.write_summary", refuse)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr("deepzero.monitor.monitor.write_summary", mock.Mock(side_effect=full))
     monitor.finish(FACTS)
     assert "summary.json: [Errno 28] No space left on device" in said.getvalue()
     assert said.getvalue().count("metrics.jsonl: 2 entries could not be written") == 1
@@ -284,8 +286,3 @@ def test_the_end_on_a_full_disk(what, tmp_path, capsys):
     write_failed_summary(tmp_path, "a reason", {}, 1.0)
     assert capsys.readouterr().err.startswith("summary.json: ")
     assert [path.name for path in tmp_path.iterdir()] == [what]
-
-
-def refuse(*_):
-    """In place of what writes a file."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

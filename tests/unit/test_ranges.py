@@ -4,6 +4,7 @@ import json
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -92,10 +93,7 @@ def test_hidden_communication(device, kind, story, expected, clock):
 
 def test_a_launch_that_fails_is_not_under_way(clock, monkeypatch):
     """The connection to a rank that died is refused at once; the next step is not counted as wholly in flight."""
-
-    def refuse(*_args, **_options):
-        raise RuntimeError("Connection closed by peer")
-
+    refuse = mock.Mock(side_effect=RuntimeError("Connection closed by peer"))
     for name in ("isend", "all_to_all"):  # by pairs with gloo; whether another test's group stands does not matter
         monkeypatch.setattr(torch.distributed, name, refuse)
     comm = Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), 0))

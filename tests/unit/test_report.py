@@ -5,6 +5,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from html import unescape
 from html.parser import HTMLParser
+from unittest import mock
 
 import pytest
 
@@ -281,10 +282,7 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     assert len(told) == 1
     assert told[0].startswith("report.html: FileNotFoundError")
     assert f"python -m tools.report {tmp_path / 'no such folder'}" in told[0]
-
-    def broken(run):
-        raise KeyError("nobody thought of it")
-
+    broken = mock.Mock(side_effect=KeyError("nobody thought of it"))
     monkeypatch.setattr("deepzero.monitor.report.sections.report", broken)
     write_report_or_tell(made.folder(tmp_path / "run"), told.append)
     assert "KeyError" in told[1]
