@@ -55,13 +55,15 @@ class Hop(NamedTuple):
     name: str  # as :func:`code_of` finds it
     text: str
     quotes: str  # texts, with | between them: the lines of the function's source that contain one of them are printed
-    shows: dict[str, str] | None = None  # name: expression over the function's names, `returned`, and `w`, the Watch
+    shows: dict[str, str] | None = None  # name: expression over its names, `returned`, `caller`, and `w`, the Watch
     when: str = "call"  # read, and printed, when the function begins; or when it ends, at its "return"
     whose: str = "mine"  # "callers": called on behalf of the bucket; "all": of all parameters at once
+    at: str = ""  # the function at which it is printed, if that is another one
 
 
 BUILD, FETCH, RELEASE, READY = "0 build", "1 fetch", "2 release", "3 gradient ready"
 BOUNDARY, STEP, PUBLISH = "4 boundary", "5 step", "6 publish"
+SUM = "all contributions to this rank's part, chunk by chunk; on_chunk: BlockNorms.measure"
 NOW, MINE, SHARD = {"param": "w.param.data"}, {"grad_S": "w.grad_S", "master_S": "w.master"}, {"shard_S": "w.shard"}
 HOPS = (
     Hop(BUILD, "take_values", "rank 0's values arrive",
@@ -72,17 +74,18 @@ HOPS = (
         "self.comm.all_gather(|param.data = ", NOW, "return"),
     Hop(BUILD, "OptimizerShard.__init__", "what the optimizer has here: grads[master] is a view of grad_S",
         "torch.zeros(|self.grads = ", MINE, "return", "all"),
-    Hop(FETCH, "ModuleHooks._pre_forward_hook.pre_forward", "its module is about to run",
-        "self._stack.append(|for key in|if key not in|coordinator.fetch", {"module": "self._names[module]"}),
-    Hop(FETCH, "ModuleHooks.unpack", "the backward pass asks for the weight that it saved",
+    Hop(FETCH, "ModuleHooks._pre_forward_hook.pre_forward", "its module is about to run; from here on autograd saves "
+        "by `pack`, and asks by `unpack`", "self._stack.append(|for key in|if key not in|coordinator.fetch"),
+    Hop(FETCH, "ModuleHooks.unpack", "the backward pass asks for what it saved; a bucket in `current` is not fetched",
         "if packed.key|self.coordinator.fetch|flat = bucket|return flat"),
     Hop(FETCH, "PartitionedParameterCoordinator.fetch_sub_module", "keys: bucket numbers; planned: what the plan has "
-        "for this use; live: fetched, not released; current: the last use's", "planned = |.release_sub|fetches|.live:|"
-        "continue|.launch(|current = |in keys:|._wait(|if show and|.show()  #", {"keys": "list(keys)", "for": "where"}),
+        "for this use; live: fetched, not released; current: keys of the use under way, until the next",
+        "planned = |.release_sub|fetches|.live:|continue|.launch(|current = |in keys:|._wait(|params and|.show()  #",
+        {"keys": "list(keys)", "by": "f'{caller}, for ' + 'the bucket of ' * (not show_params) + where"}),
     Hop(FETCH, "PartitionedBucket.launch", "NOT_AVAILABLE to INFLIGHT",
         "buffer = self.pool|self._gathered = buffer[|.launch(kind|self.status = ", SHARD),
-    Hop("", "PlainAllGather.launch", "my shard is copied to its place in the buffer, and leaves (only with offload "
-        "does fetch_shard copy from the host)", "messages, rank|.fetch_shard(|self.make_message(|self._pending = "),
+    Hop("", "PlainAllGather.launch", "into: the bucket; messages: its buffer itself, but for qwZ; my shard is copied "
+        "to its place there, and leaves (fetch_shard: offload)", "messages, rank|.fetch_shard(|self.make_m|self._pend"),
     Hop("", "Communicator.exchange", "torch is called: whole parts of the bucket leave, on CPUs pair by pair",
         ".isend(", {"send": "[*send[: self.rank], *send[self.rank + 1 :]]"}, whose="callers"),
     Hop(FETCH, "PartitionedBucket.wait", "INFLIGHT to AVAILABLE", ".finish()|self.status = ",
@@ -91,13 +94,13 @@ HOPS = (
     Hop("", "ZeroParameter.show", "what the parameter shows from here on", "self.data = ", {"param": "values"}),
     Hop("", "ModuleHooks.pack", "autograd saves the weight, and is given a record in its place",
         "owner = |offset = |SavedWeight(owner", {"shape": "list(returned.shape)"}, "return"),
-    Hop(RELEASE, "PartitionedParameterCoordinator.release_sub_module", "by the next fetch; _release calls what follows",
-        "NOTHING_PLANNED).release|# True: no", {"keys fetched next": "list(keys)"}),
-    Hop(RELEASE, "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE; give returns the buffer",
-        "self.hide()|self._gathered = |self.status = |pool.give("),
+    Hop(RELEASE, "PartitionedParameterCoordinator.release_sub_module", "by the next fetch; _release calls what "
+        "follows; `pool.released` only notes it", "NOTHING_PLANNED).rel|# True", {"keys fetched next": "list(keys)"}),
+    Hop(RELEASE, "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE; address: the buffer's, which give returns; "
+        "shard_is_buffer: with one rank", "self.hide()|self._gathered = |self.status = |pool.give("),
     Hop(READY, "BackwardPasses._gradient_ready", "autograd's hook", "self._stage.", {"param.grad": "param.grad"}),
-    Hop(READY, "GradientReducer.reduce_ready_gradient", "taken, counted; what is complete and next in order leaves",
-        ".take(|self._count(|while not|self._reduce_bucket(|self._cursor += "),
+    Hop(READY, "GradientReducer.reduce_ready_gradient", "taken, counted; what is complete and next in `order` leaves; "
+        "again: its second in a pass; sent_now: in stage 2 always", ".take(|._count(|while not|._reduce_b|._cursor +="),
     Hop(READY, "UnreducedGradients.take", "it is taken out of param.grad",
         "param.grad = |waiting[key] = ", {"param.grad": "w.param.grad"}, "return"),
     Hop(READY, "GradientReducer._count", "of its bucket so many are still to come; the one that makes it 0 launches",
@@ -105,28 +108,28 @@ HOPS = (
     Hop("", "GradientReducer._reduce_bucket", "output: its part of grad_S; accumulate: add, from the 2nd micro-batch "
         "on; others: offload, norm, traces", ".grad_output(|.acquire(|.fill(|.launch(", {"bucket": "bucket.index"}),
     Hop("", "UnreducedGradients.fill", "the bucket's gradients are copied into the buffer, by views, and freed",
-        "in zip(bucket|self._waiting.pop(|if waiting is not|s.append(|_foreach_copy_(",
-        {"send_buffer": "w.part_of(send_buffer)", "waiting": "self.waiting_of(w.param)"}, "return"),
-    Hop("", "BucketReducer._launch_exact", "by launch, as comm.reduce is exact: a part for each owner; ours stays here",
-        "bucket, outgoing|inflight.pending = |inflight.parts = "),
-    Hop("", "BucketReducer._finish", "by BucketReducer.drain, which reduce_gradients calls, or earlier, by acquire",
-        "pending.wait()|comm.sum_in"),
-    Hop("", "sum_in_rank_order", "all contributions to this rank's part, chunk by chunk",
-        "target = output|total = target|sum_chunk(", whose="callers"),
+        "in zip(bucket|_waiting.pop(|s.append(|_foreach_copy_(", {"send_buffer": "w.part_of(send_buffer)"}, "return"),
+    Hop("", "BucketReducer._launch_exact", "by launch, as comm.reduce is exact: `exchange` sends outgoing, a part for "
+        "each owner; recv: what comes; ours stays here", "inflight.parts = "),
+    Hop("", "BucketReducer._finish", "by drain at the boundary, by acquire when its buffer is needed; without overlap "
+        "by launch, at once", "pending.wait()|comm.sum_in"),
+    Hop("", "sum_in_rank_order", SUM, "target = output|total = target|sum_chunk(|on_chunk(target", whose="callers"),
     Hop("", "sum_chunk", "in fp32, rank 0's first: it is copied, or, with accumulate, added as the others are",
         "for number|added = |values = |values.copy_(|if added|total.add_(", whose="callers"),
-    Hop("", "sum_in_rank_order", "its end; on_chunk: BlockNorms.measure", "on_chunk(target",
+    Hop("", "sum_in_rank_order", SUM, "on_chunk(target",  # its end; the same words stand once
         {"part": "[f'from rank {q}  ' * (len(parts) > 1) + line for q, part in enumerate(parts)"
                  " for line in in_words(w.fragment_of(part))]", "sum": "w.fragment_of(output)"}, "return", "callers"),
-    Hop(BOUNDARY, "Engine._take_model_step", "to the end of step 6, for all parameters; mean_divisor: ranks x "
-        "micro-batches x loss scale", ".reduce_gradients(|= agree(|norm = |clip = |if agreement.finite:|_shard.step(|"
-        ".publish(|else:|skipped_steps", whose="all"),
+    Hop(BOUNDARY, "Engine._take_model_step", "4, 5, 6, for all parameters", ".reduce_gradients(", whose="all"),
+    Hop(STEP, "Engine._take_model_step", "mean_divisor: ranks x micro-batches x loss scale; not finite: else, skipped",
+        "= agree(|norm = |clip = |if agreement.finite:|_shard.step(", whose="all", at="agree"),
     Hop(STEP, "agree", "summed over ranks: squared norm (bins: integers, whose sum has no order), losses, flags",
         "comm.all_reduce(|return Step", {"norm of the sums": "returned.norm"}, "return", "all"),
-    Hop(STEP, "OptimizerShard._unscale_and_step", "by step: grad_S, of which to() makes no copy, is divided",
-        "grads = |.grad = grad|unscale_and_clip|optimizer.step()", {"divisor": "divisor"} | MINE, "return", "all"),
-    Hop(PUBLISH, "ZeroStage1And2.publish_bucket", "by all_gather_dp_groups: cast, sent", ".copy_(|.launch_all"),
-    Hop(PUBLISH, "ZeroStage1And2.launch_all_gather", "my part is in whole", "whole, |.all_gath", {"cast": "w.shard"}),
+    Hop(STEP, "OptimizerShard._unscale_and_step", "by step: grad_S (to() makes no copy) is divided, if the kernel "
+        "does not", "grads = |.grad = g|unscale_and|optimizer.step()", {"divisor": "divisor"} | MINE, "return", "all"),
+    Hop(PUBLISH, "Engine._take_model_step", "its end", ".publish(", None, "return", "all", "OptimizerShard.step"),
+    Hop(PUBLISH, "ZeroStage1And2.publish_bucket", "by all_gather_dp_groups: cast; `launch_all_gather` sends",
+        ".copy_(|.launch_all"),
+    Hop(PUBLISH, "ZeroStage1And2.launch_all_gather", "whole: this bucket in flat_P", ".all_gath", {"cast": "w.shard"}),
     Hop(PUBLISH, "ZeroStage1And2.wait_all_gathers", "by publish, when all have left", ".wait()", NOW, "return", "all"),
     Hop(PUBLISH, "PartitionedParamGroup.cast_masters", "nothing is sent", "masters = |.copy_(", SHARD, "return"),
 )  # fmt: skip
@@ -160,7 +163,7 @@ class Watch:
         self.param, self.seen = param, list[tuple[int, str, list[str]]]()
         self.group = self.bucket = None  # of the layout; None until they are built
         self.master = self.grad_S = None  # of this rank's fragment; None where other ranks own all of it
-        self._hops = {(code_of(hop.name), hop.when): number for number, hop in enumerate(HOPS)}
+        self._hops = {(code_of(hop.at or hop.name), hop.when): number for number, hop in enumerate(HOPS)}
 
     def learn(self, shard: Any) -> None:
         """Find the parameter in the ``OptimizerShard``, which is built last. The expressions of HOPS read it here."""
@@ -223,7 +226,8 @@ class Watch:
             self.learn(frame.f_locals["self"])
         with torch._C.DisableTorchFunctionSubclass():
             if self.concerns(hop, frame, returned):
-                names = {**frame.f_globals, **frame.f_locals, "returned": returned, "w": self, "in_words": in_words}
+                ours = {"returned": returned, "w": self, "caller": frame.f_back.f_code.co_name}
+                names = {**globals(), **frame.f_globals, **frame.f_locals, **ours}
                 held = {name: in_words(eval(expression, names)) for name, expression in (hop.shows or {}).items()}
                 told = [f"{name}  {line}" for name, lines in held.items() for line in lines]
                 during = ", backward" if in_backward() else ", forward"
@@ -298,11 +302,7 @@ def transcript(seen: Sequence[Sequence[Sequence[Any]]], above: str = "") -> str:
 
 
 def settings(words: Sequence[str], name: str, step: int | None) -> tuple[RunConfig, str, int]:
-    """The arguments of :func:`observe`, checked.
-
-    Raises:
-        ConfigError: as train.py's; or the model has no such parameter.
-    """
+    """The arguments of :func:`observe`; raises ConfigError as train.py does, or where there is no such parameter."""
     tiny = [word for word in TINY if word.partition("=")[0] not in {given.partition("=")[0] for given in words}]
     run = command_line.with_fallback_batch(command_line.compose([*tiny, *words]))
     resolve_batch(run.engine, run.launch.nproc or 1)

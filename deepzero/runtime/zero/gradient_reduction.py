@@ -151,8 +151,7 @@ class UnreducedGradients:
     def fill(self, g: int, bucket: Bucket, send_buffer: torch.Tensor, name_unused: bool = True) -> None:
         """Lay a bucket's gradients into ``send_buffer`` and free them. A parameter without gradient counts as zeros.
 
-        ``send_buffer`` is 1-D, the bucket's extent, in the wire dtype. With ``name_unused`` parameters without gradient
-        will be named.
+        ``send_buffer`` is 1-D, the bucket's extent, in the wire dtype. With ``name_unused`` such parameters are named.
         """
         group = self.groups[g]
         for lo, hi in self._gaps[g, bucket.index]:
@@ -165,11 +164,12 @@ class UnreducedGradients:
         targets, gradients = list[torch.Tensor](), list[torch.Tensor]()
         for slot, target in zip(bucket.slots, views, strict=True):
             key = id(group.params[slot.index])
-            if (waiting := self._waiting.pop(key, None)) is None:
-                waiting = self._later.pop(key, None)
-            if waiting is not None:
+            grad = self._waiting.pop(key, None)
+            if grad is None:
+                grad = self._later.pop(key, None)
+            if grad is not None:
                 targets.append(target)
-                gradients.append(_dense(waiting))
+                gradients.append(_dense(grad))
             else:  # an unused parameter; every rank sends every bucket, whatever its own pass has reached
                 target.zero_()
                 if name_unused:

@@ -121,7 +121,7 @@ class ModuleHooks:
 
     # ---- forward: hooks are plain functions, as dynamo can step around those, not around an object -------------------
 
-    # Most modules find their bucket gathered, and the hooks are all that they cost: they look before they call anyone.
+    # Most modules find their bucket gathered, and hooks are all that they cost: they look first, and by no generator.
 
     def _pre_forward_hook(self, params: list[ZeroParameter], name: str, counted: bool) -> Callable[..., None]:
         coordinator, own = self.coordinator, keys_of(params)
@@ -136,7 +136,7 @@ class ModuleHooks:
             self._stack.append((module, self._push_saved_tensor_hooks()))
             external = external_parameters(module)  # they may change
             keys = self._keys_with(params, external) if external else own
-            for key in keys:  # as any() would, which costs a generator: one that is not there, or not shown?
+            for key in keys:  # is one not there, or not shown?
                 if key not in coordinator.current or not coordinator.buckets[key].shown:
                     # Selective checkpointing numbers a block's operations; ours differ when it runs again, so it sees
                     # none.
@@ -210,7 +210,7 @@ class ModuleHooks:
         for tensor in output_tensors(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 # Not shown: no module is under way, and what the backward pass reads are views that we hand out.
-                tensor.register_hook(lambda _: self.coordinator.fetch_sub_module(keys, where, show=False))
+                tensor.register_hook(lambda _: self.coordinator.fetch_sub_module(keys, where, show_params=False))
 
     def reset(self) -> None:
         """After an exception in a forward pass, should a hook have been skipped."""
@@ -330,7 +330,7 @@ class ModuleHooks:
                 "changed in between (engine.step(), a write). Run the forward pass again"
             )
         if packed.key not in self.coordinator.current:
-            self.coordinator.fetch_sub_module((packed.key,), bucket.params[0]._zero.name, show=False)
+            self.coordinator.fetch_sub_module((packed.key,), bucket.params[0]._zero.name, show_params=False)
         # The same elements with the same strides, in whatever buffer the bucket was gathered into this time. The dtype
         # differs where a program has saved a weight's bits under another one (view(torch.int16)).
         flat = bucket.gathered

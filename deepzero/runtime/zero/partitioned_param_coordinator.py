@@ -194,15 +194,16 @@ class PartitionedParameterCoordinator:
         if trace is not self._trace:
             self._trace, self.current = trace, frozenset()
 
-    def fetch_sub_module(self, keys: tuple[int, ...], where: str, on_demand: bool = False, show: bool = True) -> None:
+    def fetch_sub_module(
+        self, keys: tuple[int, ...], where: str, on_demand: bool = False, show_params: bool = True
+    ) -> None:
         """1 fetch, before a module's forward pass and in its backward pass.
 
         Args:
-            keys: sorted; a module's own parameters' and those registered for it (:func:`keys_of`), or the one of a
-                weight that the backward pass asks for.
+            keys: sorted; of a module's parameters and those registered for it, or the one of a weight that was saved.
             where: the module or parameter, for events and messages.
             on_demand: noticed only because the bucket was not there; it need not be noticed every time.
-            show: the parameters are used themselves, and not only views of the buckets.
+            show_params: they are used themselves, and not only views of the buckets.
         """
         if on_demand:
             # The module's own buckets stay gathered, too. ``current`` stays as it is: the module's next use is
@@ -210,7 +211,7 @@ class PartitionedParameterCoordinator:
             keys = tuple(sorted(self.current.union(keys)))
         elif self.current.issuperset(keys):
             # The same buckets as the module before: no new use.
-            for key in keys if show else ():
+            for key in keys if show_params else ():
                 self.buckets[key].show()
             return
         use, planned = self._note_use(keys, where, on_demand)
@@ -236,12 +237,11 @@ class PartitionedParameterCoordinator:
             self.count_live(key, where)
         if not on_demand:
             self.current = frozenset(keys)
-        # All is launched before anything is waited for: while this rank stands still for its own buckets, and while it
-        # computes with them, those of the next modules travel.
+        # All is launched before anything is waited for: while this rank waits, and then computes, the next ones travel.
         with self.comm.ranges.standing_at(where):
             for key in keys:
                 self._wait(key)
-                if show and not self.buckets[key].shown:
+                if show_params and not self.buckets[key].shown:
                     self.buckets[key].show()  # the parameters become views of it
                 # Last in the order of use.
                 self.live.pop(key, None)

@@ -23,7 +23,7 @@ and travel once per step.
                       ``partitioned_bucket.py:release``: a placeholder; the buffer goes back, by ``BufferPool.give``
     1 fetch           ``module_hooks.py:unpack``: the backward pass asks for the weight; ``fetch_sub_module`` as before
     3 gradient ready  ``ZeroStage3.reduce_ready_gradient``: it leaves as in stage 2, by ``gradient_reduction.py``; while
-                      recording, ``_launched`` notes its bucket's last one: from there a fetch may release it
+                      recording, ``_launched`` notes that its bucket has left: from there a fetch may release it
     4 boundary        ``ZeroStage3.end_passes``: all is released, and the order of fetches becomes a plan
                       (``ModuleTrace.close``, ``compile_plan``); ``reduce_gradients``: the last sums have arrived
     5 step            ``optimizer_shard.py:OptimizerShard.step``, on the masters

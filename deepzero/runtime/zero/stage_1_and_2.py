@@ -448,8 +448,8 @@ class ZeroStage1And2:
         # in, no copy out.
         whole, padding = bucket.of(self.bit16_groups_flat[group]), bucket.padding_of(self.comm.rank)
         with self.comm.ranges.span("publish", bucket.index, self.groups[group].names[bucket.slots[0].index]):
-            others = (self.comm.world_size - 1) * padding
-            gather = self.comm.all_gather(ALL_GATHER, whole, others, f"bucket {bucket.index}")
+            others_padding = (self.comm.world_size - 1) * padding
+            gather = self.comm.all_gather(ALL_GATHER, whole, others_padding, f"bucket {bucket.index}")
         self._gathers.append((wait_upload, gather))
 
     def publish(self) -> None:
