@@ -68,6 +68,7 @@ def waiting_dogs(world, running=()):
 
 def test_a_rank_without_a_sign_of_life(monkeypatch):
     monkeypatch.setattr(hang_report, "ROLL_CALL_SECONDS", 1.0)
+    monkeypatch.setattr(desync_watchdog, "TICK_SECONDS", 0.1)  # it answers at every other tick: with 0.5 just in time
     with waiting_dogs(3, running=[2]) as dogs:  # busy in its own code; its watchdog answers
         dogs[1]._stop.set()  # as after SIGKILL: no thread and no word
         dogs[1]._thread.join(5)
