@@ -119,14 +119,14 @@ HOPS = (
     Hop("", "sum_in_rank_order", SUM, "on_chunk(target",  # its end; the same words stand once
         {"part": "[f'from rank {q}  ' * (len(parts) > 1) + line for q, part in enumerate(parts)"
                  " for line in in_words(w.fragment_of(part))]", "sum": "w.fragment_of(output)"}, "return", "callers"),
-    Hop(BOUNDARY, "Engine._take_model_step", "4, 5, 6, for all parameters", ".reduce_gradients(", whose="all"),
-    Hop(STEP, "Engine._take_model_step", "mean_divisor: ranks x micro-batches x loss scale; not finite: else, skipped",
+    Hop(BOUNDARY, "Engine._take_model_step", "steps 4 to 6, for all parameters", ".reduce_gradients(", whose="all"),
+    Hop(STEP, "Engine._take_model_step", "mean_divisor: ranks x micro-batches x loss scale; if not finite: skipped",
         "= agree(|norm = |clip = |if agreement.finite:|_shard.step(", whose="all", at="agree"),
     Hop(STEP, "agree", "summed over ranks: squared norm (bins: integers, whose sum has no order), losses, flags",
         "comm.all_reduce(|return Step", {"norm of the sums": "returned.norm"}, "return", "all"),
     Hop(STEP, "OptimizerShard._unscale_and_step", "by step: grad_S (to() makes no copy) is divided, if the kernel "
-        "does not", "grads = |.grad = g|unscale_and|optimizer.step()", {"divisor": "divisor"} | MINE, "return", "all"),
-    Hop(PUBLISH, "Engine._take_model_step", "its end", ".publish(", None, "return", "all", "OptimizerShard.step"),
+        "does not", "grads = |.grad = g|unscale_and_c|optimizer.st", {"divisor": "divisor"} | MINE, "return", "all"),
+    Hop(PUBLISH, "Engine._take_model_step", "step 6", ".publish(", None, "return", "all", "OptimizerShard.step"),
     Hop(PUBLISH, "ZeroStage1And2.publish_bucket", "by all_gather_dp_groups: cast; `launch_all_gather` sends",
         ".copy_(|.launch_all"),
     Hop(PUBLISH, "ZeroStage1And2.launch_all_gather", "whole: this bucket in flat_P", ".all_gath", {"cast": "w.shard"}),
