@@ -151,7 +151,10 @@ class Checkpointer:
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """``engine.load_checkpoint``. A collective."""
         folder = as_folder("load_checkpoint", load_dir)
-        self.engine.check("load_checkpoint")
+        with together(own_words):
+            self.engine.check("load_checkpoint")
+            if (why := self.engine.state.mixture) is not None and (module_only or not optimizer_states):
+                raise CheckpointError(f"{why}: load the optimizer's states too, or start again")
         self.wait()
         agree_on("load_checkpoint", {
             "load_dir": str(folder), "tag": tag, "load_module_strict": strict,

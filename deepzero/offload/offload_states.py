@@ -246,13 +246,15 @@ class StateOffloader:
     def reload(self, non_blocking: bool) -> None:
         """See :func:`reload_states`."""
         self._close_reloaded()
-        while self.offloaded:  # one that has no room on the device stays in the list
-            self.offloaded[0].come_back()
-            self._reloading.append(self.offloaded.pop(0))
+        try:
+            while self.offloaded:  # one that has no room on the device stays in the list
+                self.offloaded[0].come_back()
+                self._reloading.append(self.offloaded.pop(0))
+        finally:
+            if not non_blocking:
+                self._close_reloaded()
         self.away = frozenset()
         self._after_return()
-        if not non_blocking:
-            self._close_reloaded()
 
     def _after_return(self) -> None:
         for group in self.engine.zero.stores:

@@ -56,9 +56,10 @@ class BackwardPasses:
         # The loss of the pass under way: as it was given to us, or put together from the outputs it went through.
         self._given_loss: torch.Tensor | None = None
         self._seen_loss: torch.Tensor | None = None
-        # Whether the pass under way is engine.backward's, whether it carries the loss scale, has reached a parameter,
-        # and is of the step's last micro-batch.
-        self._inside_backward = self._loss_is_scaled = self._reached = self._at_boundary = False
+        # Whether the pass under way is engine.backward's, carries the loss scale, has come through a forward pass's
+        # outputs, has reached a parameter, and is of the step's last micro-batch.
+        self._inside_backward = self._loss_is_scaled = self._through_outputs = self._reached = False
+        self._at_boundary = False
         # What autograd calls at the end of the pass under way, and drops with a pass that breaks off.
         self._armed: weakref.ref[Callable[..., None]] | None = None
         self._warned_unscaled = False
@@ -121,6 +122,7 @@ class BackwardPasses:
         """A backward pass has reached the model's output: ask for its end, and note what the loss was."""
         self._check("backward")
         self._arm()
+        self._through_outputs = True
         if value is not None:
             # A loss that the user put together from several outputs is linear in each of them: value times gradient
             # is what this output contributes.
@@ -167,10 +169,11 @@ class BackwardPasses:
 
     def _end(self) -> None:
         """The end of a pass. One that reached no parameter (``torch.autograd.grad``) is none of training's."""
-        given = self._given_loss is not None
-        reached, loss = self._reached, self._given_loss if given else self._seen_loss
+        given, loss = self._given_loss, self._given_loss if self._given_loss is not None else self._seen_loss
+        # A given loss that is none of a forward pass's (an empty batch's, say) is one without gradients.
+        counts = self._reached or self._inside_backward or (given is not None and not self._through_outputs)
         self._forget()
-        if not (reached or given):
+        if not counts:
             self._stage.forget_pass()
             return
         self.count += 1
@@ -180,7 +183,7 @@ class BackwardPasses:
         self._ledger.note("backward_end")
 
     def _forget(self) -> None:
-        self._reached = self._loss_is_scaled = False
+        self._reached = self._loss_is_scaled = self._through_outputs = False
         self._armed = self._given_loss = self._seen_loss = None
 
     # ---- between steps -----------------------------------------------------------------------------------------------
@@ -194,9 +197,9 @@ class BackwardPasses:
 
     def aborted(self) -> bool:
         """Whether a backward pass has reached parameters, never ended, and is not under way now."""
-        if torch._C._current_graph_task_id() != -1:
-            return False
-        if not self._reached and (self._armed is None or self._armed() is None):
+        if torch._C._current_graph_task_id() != -1 or (self._armed is not None and self._armed() is not None):
+            return False  # in this thread, or in another
+        if not self._reached:
             self._forget()  # one that broke off before it reached a parameter leaves nothing behind
         return self._reached
 

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _pytree as pytree
 
 from deepzero.comm import process_group
@@ -155,19 +157,24 @@ def _check_disjoint(cluster: Sequence[tuple[int, int, str, nn.Parameter]]) -> No
 
 @torch.no_grad()
 def place_buffers(model: nn.Module, comm: Communicator, dtype: torch.dtype) -> None:
-    """Buffers go to the device and take rank 0's values; they keep their dtype, as in DeepSpeed, but for torch's own.
+    """Buffers go to the device and take rank 0's values; they keep their dtype, as in DeepSpeed.
 
-    Kernels of batch norm and spectral norm take one dtype: the weights', ``dtype``. Other modules' may need their
-    precision (rotary frequencies).
+    But torch's batch norm and spectral norm compute with buffers and weights of one dtype, ``dtype``. Others may need
+    their precision (rotary frequencies), and so may a batch norm with a forward pass of its own.
     """
+    placed: dict[torch.Tensor, torch.Tensor] = {}  # one that two modules share stays one
     for module in model.modules():
-        of_torch = isinstance(module, _NormBase) or type(module).__module__.startswith("torch.nn.")
+        of_torch = type(module).forward.__module__.startswith("torch.nn.")
+        whole = of_torch and isinstance(module, (_NormBase, _SpectralNorm))
+        norms = [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                kept = dtype if of_torch and buffer.is_floating_point() else buffer.dtype
-                moved = buffer.to(comm.device, kept).resolve_conj().resolve_neg().contiguous()
-                comm.broadcast(SETUP_BROADCAST, moved)
-                module._buffers[key] = moved
+                cast = (whole or key[:-2] in norms) and buffer.is_floating_point()
+                if buffer not in placed:
+                    moved = buffer.to(comm.device, dtype if cast else buffer.dtype)
+                    placed[buffer] = moved = moved.resolve_conj().resolve_neg().contiguous()
+                    comm.broadcast(SETUP_BROADCAST, moved)
+                module._buffers[key] = placed[buffer]
 
 
 @dataclass(frozen=True)

@@ -130,8 +130,12 @@ def state_like(
 
 def steps_in_turn(zero: ZeroConfig, optimizer: torch.optim.Optimizer, world_size: int) -> bool:
     """Whether a rank's step may call the optimizer's several times, each time with a part of the gradients."""
-    trained = sum(param.numel() for group in optimizer.param_groups for param in group["params"] if param.requires_grad)
-    in_sub_groups = zero.stage == 3 and zero.sub_group_size < -(-trained // world_size)
+    numels = [p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    # At most: parts of buckets, of which there are no more than parameters, are aligned; and one rank may have all
+    # that is whole.
+    whole = any(is_per_tensor(optimizer, group) for group in optimizer.param_groups)
+    share = sum(numels) if whole else -(-sum(numels) // world_size) + zero.shard_align * len(numels)
+    in_sub_groups = zero.stage == 3 and zero.sub_group_size < share
     return zero.overlap_param_gather or zero.offload_optimizer.device != "none" or in_sub_groups
 
 

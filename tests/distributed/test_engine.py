@@ -360,6 +360,8 @@ def test_an_optimizer_that_raises_leaves_a_mixture_that_only_a_load_ends(rank, w
     for call in (lambda: one_step(engine, rank, world), lambda: engine.save_checkpoint(tmp_path / "never")):
         with pytest.raises(RuntimeError, match="optimizer step 1 broke off: the engine holds a mixture of two states"):
             call()
+    with pytest.raises(RuntimeError, match="load the optimizer's states too"):
+        engine.load_checkpoint(tmp_path, load_module_only=True)
     engine.load_checkpoint(tmp_path)
     one_step(engine, rank, world)
 

@@ -212,6 +212,7 @@ def test_autograd_grad_is_no_backward_pass(rank, world, stage, precision):
                     engine.train(training)
                     probe = x.clone().requires_grad_()
                     (by_input,) = torch.autograd.grad(engine(probe), probe)
+                    torch.autograd.grad(engine.scale(engine(probe)), probe)
                     out = engine(probe)
                     with zero.GatheredParameters(engine.module.second.bias):  # as every use of a parameter itself
                         (by_weight,) = torch.autograd.grad(out * 2, engine.module.second.bias)
@@ -357,19 +358,24 @@ def test_a_loss_of_no_parameter_on_one_rank(rank, world, precision):
 
 @on_ranks(1)
 def test_a_forward_pass_of_another_thread_while_a_backward_pass_is_under_way(rank, world):
-    """Of an evaluation, say."""
+    """Of an evaluation, say, before it has reached a parameter and when it has."""
     found = []
-    for meanwhile in (False, True):
+    for meanwhile in (None, "before", "after"):
         engine = start(make_model(), stage=2, precision="fp16", fp16={"loss_scale": 64})
         ids, labels = my_micro_batches(0, 0, 1, 2, 1)[0]
         loss = engine(ids, labels)
-        evaluate = torch.no_grad()(lambda: engine(ids, labels))  # noqa: B023
+        evaluate, seen = torch.no_grad()(lambda: engine(ids, labels)), []  # noqa: B023
         with ThreadPoolExecutor(1) as pool:
-            loss.register_hook(lambda _: pool.submit(evaluate).result() and None if meanwhile else None)  # noqa: B023
+            look = lambda _: seen.append(pool.submit(evaluate).result())  # noqa: B023
+            if meanwhile == "before":
+                loss.register_hook(look)
+            elif meanwhile == "after":
+                list(engine.module.parameters())[-1].register_post_accumulate_grad_hook(look)
             engine.backward(loss)
+        assert len(seen) == bool(meanwhile)
         engine.step()
         found.append((engine.last_step.grad_norm, engine.last_step.loss))
-    assert found[0] == found[1]
+    assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize("stage", [0, 2])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import deepzero
 from deepzero.config.strict import ConfigError
@@ -70,17 +70,35 @@ def test_odd_dtypes(ranks, stage, init):
         assert first[f"frozen_{name}"][1] == filled(getattr(torch, name), 0, NUMEL).view(torch.uint8).tolist()
 
 
+class Scaled(nn.Linear):
+    """With a buffer that needs its precision, whatever parametrizes the weight."""
+
+    def __init__(self, buffer):
+        super().__init__(4, 4)
+        self.register_buffer("own", buffer)
+
+
+class Exact(nn.BatchNorm1d):
+    """Computes in fp32 by itself."""
+
+    def forward(self, x):
+        means = self.running_mean, self.running_var, self.weight.float(), self.bias.float()
+        return nn.functional.batch_norm(x.float(), *means, training=True).to(x.dtype)
+
+
 class Normed(nn.Module):
-    """Modules of torch's whose kernels ask for buffers in the dtype of weights, and a buffer of the model's own."""
+    """Modules of torch's that compute with buffers in the dtype of weights, and buffers that stay as they are."""
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
-        self.head = spectral_norm(nn.Linear(4, 2))
-        self.register_buffer("own", torch.ones(3) / 3)
+        self.conv, self.norm, self.exact = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), Exact(4)
+        self.head, self.older = spectral_norm(nn.Linear(4, 2)), nn.utils.spectral_norm(nn.Linear(4, 4))
+        shared = torch.ones(3) / 3
+        self.scaled, self.plain = weight_norm(Scaled(shared)), Scaled(shared)
 
     def forward(self, x):
-        return self.head(self.norm(self.conv(x)).mean((2, 3))).square().sum()
+        x = self.exact(self.norm(self.conv(x)).mean((2, 3)))
+        return self.head(self.older(self.scaled(x) + self.plain(x))).square().sum()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -96,9 +114,10 @@ def test_buffers_that_torch_wants_in_the_dtype_of_weights(rank, world, tmp_path,
         engine.backward(engine(torch.ones(2, 1, 5, 5, dtype=dtype)))  # alike on all ranks, as are the buffers then
         engine.step()
         values = look()
-        dtypes = {name: b.dtype for name, b in engine.module.named_buffers() if b.is_floating_point()}
-        assert dtypes.pop("own") == torch.float32
-        assert len(dtypes) == 4 and set(dtypes.values()) == {dtype}
+        named = {name: b.dtype for name, b in engine.module.named_buffers() if b.is_floating_point()}
+        exact = {named.pop(name) for name in ("scaled.own", "exact.running_mean", "exact.running_var")}
+        assert exact == {torch.float32} and engine.module.scaled.own is engine.module.plain.own
+        assert len(named) == 6 and set(named.values()) == {dtype}
         engine.save_checkpoint(tmp_path)
 
 

@@ -132,9 +132,11 @@ def test_others_are_refused_and_told_why(make, message):
 
 
 def test_sub_groups_are_of_a_rank_s_share():
-    """Of 16 elements: two ranks step twice each, four once."""
-    zero, optimizer = ZeroConfig(stage=3, sub_group_size=6), Custom(model_weights())
-    assert [steps_in_turn(zero, optimizer, world_size) for world_size in (1, 2, 4)] == [True, True, False]
+    """Of 20,000 elements: two ranks step twice each, four once, unless one of them may have all."""
+    zero, weight = ZeroConfig(stage=3, sub_group_size=6000), torch.zeros(20_000, requires_grad=True)
+    in_turn = lambda group: [steps_in_turn(zero, Custom([group]), world_size) for world_size in (1, 2, 4)]
+    assert in_turn({"params": [weight]}) == [True, True, False]
+    assert in_turn({"params": [weight], "per_tensor": True}) == [True] * 3
 
 
 def test_every_group_is_tried():
