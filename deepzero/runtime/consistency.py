@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _pytree as pytree
@@ -153,6 +154,27 @@ def _check_disjoint(cluster: Sequence[tuple[int, int, str, nn.Parameter]]) -> No
                 "assigning one nn.Parameter to both places"
             )
         mine.fill_(number)
+
+
+def check_modules(model: nn.Module, world_size: int, stage: int) -> None:
+    """Refuse modules that reduce gradients themselves, or write their weights: ranks would not have the same ones.
+
+    Raises:
+        ConfigError: a DistributedDataParallel; an embedding with ``max_norm`` on several ranks, or in stage 3.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise ConfigError(
+                "model= is wrapped in DistributedDataParallel, which reduces gradients as deepzero does; pass what it "
+                "wraps (model.module)"
+            )
+        writes = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+        if writes and (world_size > 1 or stage == 3):
+            raise ConfigError(
+                f"module {name!r} has max_norm={module.max_norm}: each rank's forward pass would write into the weight "
+                "what its own batch asks for, and ranks would part. Leave max_norm out, and renormalise after "
+                "engine.step(), inside `with deepzero.zero.GatheredParameters(weight, modifier_rank=0):`"
+            )
 
 
 @torch.no_grad()

@@ -28,7 +28,14 @@ from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
 from deepzero.offload.file_store import check_folders
 from deepzero.runtime.build import check_params
-from deepzero.runtime.consistency import RankMismatchError, agree_to_start, check_parameters, check_precision, describe
+from deepzero.runtime.consistency import (
+    RankMismatchError,
+    agree_to_start,
+    check_modules,
+    check_parameters,
+    check_precision,
+    describe,
+)
 from deepzero.runtime.diagnostics import tensor_namer
 from deepzero.runtime.elementwise_check import check_elementwise, steps_in_turn
 from deepzero.runtime.invariance import dependences, refuse_dependence
@@ -234,6 +241,7 @@ def _agreed(
             advice = "load them first, or use zero stage 3, which makes them module by module"
             raise ConfigError(f"parameter {without_values[0]!r} is on the meta device and has no values; {advice}")
         check_parameters(model)
+        check_modules(model, process_group.world_size(), settings.zero.stage)
         if settings.comm.world_size_invariant:
             refuse_dependence(dependences(settings, model, process_group.default_device()))
         chosen = _optimizer(model, optimizer, model_parameters, settings)
