@@ -63,7 +63,6 @@ class Hop(NamedTuple):
 
 BUILD, FETCH, RELEASE, READY = "0 build", "1 fetch", "2 release", "3 gradient ready"
 BOUNDARY, STEP, PUBLISH = "4 boundary", "5 step", "6 publish"
-SUM = "all contributions to this rank's part, chunk by chunk; on_chunk: BlockNorms.measure"
 NOW, MINE, SHARD = {"param": "w.param.data"}, {"grad_S": "w.grad_S", "master_S": "w.master"}, {"shard_S": "w.shard"}
 HOPS = (
     Hop(BUILD, "take_values", "rank 0's values arrive",
@@ -76,11 +75,11 @@ HOPS = (
         "torch.zeros(|self.grads = ", MINE, "return", "all"),
     Hop(FETCH, "ModuleHooks._pre_forward_hook.pre_forward", "its module is about to run; from here on autograd saves "
         "by `pack`, and asks by `unpack`", "self._stack.append(|for key in|if key not in|coordinator.fetch"),
-    Hop(FETCH, "ModuleHooks.unpack", "the backward pass asks for what it saved; a bucket in `current` is not fetched",
+    Hop(FETCH, "ModuleHooks.unpack", "the backward pass asks for what it saved; a bucket in `current` is there already",
         "if packed.key|self.coordinator.fetch|flat = bucket|return flat"),
     Hop(FETCH, "PartitionedParameterCoordinator.fetch_sub_module", "keys: bucket numbers; planned: what the plan has "
-        "for this use; live: fetched, not released; current: keys of the use under way, until the next",
-        "planned = |.release_sub|fetches|.live:|continue|.launch(|current = |in keys:|._wait(|params and|.show()  #",
+        "for this use; live: launched, not released; current: keys of the use under way, until the next",
+        "planned = |.release_s|fetches|.live:|continue|.launch(|count_l|nt = fro|in keys:|._wait(|ms and|.show()  #",
         {"keys": "list(keys)", "by": "f'{caller}, for ' + 'the bucket of ' * (not show_params) + where"}),
     Hop(FETCH, "PartitionedBucket.launch", "NOT_AVAILABLE to INFLIGHT",
         "buffer = self.pool|self._gathered = buffer[|.launch(kind|self.status = ", SHARD),
@@ -96,30 +95,31 @@ HOPS = (
         "owner = |offset = |SavedWeight(owner", {"shape": "list(returned.shape)"}, "return"),
     Hop(RELEASE, "PartitionedParameterCoordinator.release_sub_module", "by the next fetch; _release calls what "
         "follows; `pool.released` only notes it", "NOTHING_PLANNED).rel|# True", {"keys fetched next": "list(keys)"}),
-    Hop(RELEASE, "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE; address: the buffer's, which give returns; "
-        "shard_is_buffer: with one rank", "self.hide()|self._gathered = |self.status = |pool.give("),
+    Hop(RELEASE, "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE; give takes the buffer at `address` back "
+        "into the pool; shard_is_buffer: with one rank", "self.hide()|self._gathered = |self.status = |pool.give("),
     Hop(READY, "BackwardPasses._gradient_ready", "autograd's hook", "self._stage.", {"param.grad": "param.grad"}),
     Hop(READY, "GradientReducer.reduce_ready_gradient", "taken, counted; what is complete and next in `order` leaves; "
         "again: its second in a pass; sent_now: in stage 2 always", ".take(|._count(|while not|._reduce_b|._cursor +="),
     Hop(READY, "UnreducedGradients.take", "it is taken out of param.grad",
         "param.grad = |waiting[key] = ", {"param.grad": "w.param.grad"}, "return"),
-    Hop(READY, "GradientReducer._count", "of its bucket so many are still to come; the one that makes it 0 launches",
+    Hop(READY, "GradientReducer._count", "of its bucket so many are still to come; at 0 it leaves, when it is next",
         "-= 1", {"missing": "self._missing[self._position[key]]"}, "return"),
     Hop("", "GradientReducer._reduce_bucket", "output: its part of grad_S; accumulate: add, from the 2nd micro-batch "
         "on; others: offload, norm, traces", ".grad_output(|.acquire(|.fill(|.launch(", {"bucket": "bucket.index"}),
     Hop("", "UnreducedGradients.fill", "the bucket's gradients are copied into the buffer, by views, and freed",
         "in zip(bucket|_waiting.pop(|s.append(|_foreach_copy_(", {"send_buffer": "w.part_of(send_buffer)"}, "return"),
-    Hop("", "BucketReducer._launch_exact", "by launch, as comm.reduce is exact: `exchange` sends outgoing, a part for "
-        "each owner; recv: what comes; ours stays here", "inflight.parts = "),
+    Hop("", "BucketReducer._launch_exact", "by launch, as comm.reduce is exact: outgoing: a part for each owner; "
+        "recv: what comes; ours stays here", "inflight.parts = |comm.exchange("),
     Hop("", "BucketReducer._finish", "by drain at the boundary, by acquire when its buffer is needed; without overlap "
         "by launch, at once", "pending.wait()|comm.sum_in"),
-    Hop("", "sum_in_rank_order", SUM, "target = output|total = target|sum_chunk(|on_chunk(target", whose="callers"),
+    Hop("", "sum_in_rank_order", "all parts for me", "target = output|total = t|sum_chunk(|on_chunk(", whose="callers"),
     Hop("", "sum_chunk", "in fp32, rank 0's first: it is copied, or, with accumulate, added as the others are",
         "for number|added = |values = |values.copy_(|if added|total.add_(", whose="callers"),
-    Hop("", "sum_in_rank_order", SUM, "on_chunk(target",  # its end; the same words stand once
+    Hop("", "sum_in_rank_order", "as it ends: what it has summed", "on_chunk(target",
         {"part": "[f'from rank {q}  ' * (len(parts) > 1) + line for q, part in enumerate(parts)"
                  " for line in in_words(w.fragment_of(part))]", "sum": "w.fragment_of(output)"}, "return", "callers"),
-    Hop(BOUNDARY, "Engine._take_model_step", "steps 4 to 6, for all parameters", ".reduce_gradients(", whose="all"),
+    Hop(BOUNDARY, "Engine._take_model_step", "steps 4 to 6, for all parameters; _end_passes: stage 3 releases all, and "
+        "the first step's uses become its plan", "_end_passes(|.reduce_gradients(", whose="all"),
     Hop(STEP, "Engine._take_model_step", "mean_divisor: ranks x micro-batches x loss scale; if not finite: skipped",
         "= agree(|norm = |clip = |if agreement.finite:|_shard.step(", whose="all", at="agree"),
     Hop(STEP, "agree", "summed over ranks: squared norm (bins: integers, whose sum has no order), losses, flags",
