@@ -50,6 +50,7 @@ class Checkpointer:
     def __init__(self, engine: Engine, formats: Sequence[Format] = ()) -> None:
         self.engine, self.formats = engine, (read_foreign, *formats)
         self.saver = Saver(engine.comm.device, engine.config.comm.save_timeout_seconds)
+        self._weights_alone = False  # the engine's mixture is of a load without optimizer states
         engine.preconditions.append(self.check_loaded)
         # A program that ends just after an asynchronous save has its checkpoint. Weakly: what is left to be done at
         # the program's end must not keep an engine in memory until then.
@@ -151,9 +152,10 @@ class Checkpointer:
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """``engine.load_checkpoint``. A collective."""
         folder = as_folder("load_checkpoint", load_dir)
+        self.engine.check("load_checkpoint")
         with together(own_words):
-            self.engine.check("load_checkpoint")
-            if (why := self.engine.state.mixture) is not None and (module_only or not optimizer_states):
+            why = None if self._weights_alone else self.engine.state.mixture
+            if why is not None and (module_only or not optimizer_states):
                 raise CheckpointError(f"{why}: load the optimizer's states too, or start again")
         self.wait()
         agree_on("load_checkpoint", {
@@ -188,7 +190,7 @@ class Checkpointer:
                 self.engine.lr_scheduler.load_state_dict(schedule)
             if not module_only:
                 self._take_counters(loader, optimizer)
-        self.engine.state.mixture = None
+        self.engine.state.mixture, self._weights_alone = None, False
         if (offload := self.engine.zero.offload) is not None and optimizer:
             for memory in offload.memories:
                 memory.broken = None
@@ -231,7 +233,9 @@ class Checkpointer:
         engine.before_writes()
         engine.discard_gradients()
         zero.bucket_reducer.forget()
-        self.engine.state.mixture = f"{loader.reader.path} was loaded in part only"
+        # What broke off in a load of weights alone, another one ends.
+        self._weights_alone = not loader.optimizer and (engine.state.mixture is None or self._weights_alone)
+        engine.state.mixture = f"{loader.reader.path} was loaded in part only"
         with engine.comm.ledger.aside(), torch.no_grad():
             loader.read()
             if zero.offload is not None:

@@ -21,7 +21,7 @@ from deepzero.comm.collectives import Communicator
 from deepzero.runtime.consistency import exact_sum
 from deepzero.runtime.home_stream import HomeStream
 from deepzero.runtime.loss_scaler import LossScaler
-from deepzero.runtime.pytree import output_tensors, scalar_loss
+from deepzero.runtime.pytree import graph_has, output_tensors, scalar_loss
 from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
 
 log = logging.getLogger(__name__)
@@ -56,16 +56,16 @@ class BackwardPasses:
         # The loss of the pass under way: as it was given to us, or put together from the outputs it went through.
         self._given_loss: torch.Tensor | None = None
         self._seen_loss: torch.Tensor | None = None
-        # Whether the pass under way is engine.backward's, carries the loss scale, has come through a forward pass's
-        # outputs, has reached a parameter, and is of the step's last micro-batch.
-        self._inside_backward = self._loss_is_scaled = self._through_outputs = self._reached = False
-        self._at_boundary = False
+        # Whether the pass under way is engine.backward's, carries the loss scale, began at a loss whose graph has a
+        # trained parameter, has reached one, and is of the step's last micro-batch.
+        self._inside_backward = self._loss_is_scaled = self._given_trains = self._reached = self._at_boundary = False
         # What autograd calls at the end of the pass under way, and drops with a pass that breaks off.
-        self._armed: weakref.ref[Callable[..., None]] | None = None
+        self._armed: Callable[[], Callable[..., None] | None] | None = None
         self._warned_unscaled = False
         self._home = HomeStream(comm.device)
         ready = self._home.param_hook(self._gradient_ready)  # autograd may call it on another stream
-        trained = (param for group in stage.gradients.groups for param in group.params)
+        trained = [param for group in stage.gradients.groups for param in group.params]
+        self._trained = {id(param) for param in trained}
         self._handles = [param.register_post_accumulate_grad_hook(ready) for param in trained]
 
     # ---- where a pass begins -----------------------------------------------------------------------------------------
@@ -92,13 +92,17 @@ class BackwardPasses:
             if self.count == ended:
                 self._at_boundary = self._is_reduction_boundary()
                 self._end()
+        except BaseException:
+            if self._armed is not None:
+                self._armed = lambda: None  # dead, though a thread of autograd's may hold it for a moment more
+            raise
         finally:
             self._inside_backward = self._loss_is_scaled = False
             self._given_loss = None
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale; a backward pass that begins there counts ``loss`` as its loss."""
-        loss.register_hook(partial(self._given_pass_begins, loss.detach()))
+        loss.register_hook(partial(self._given_pass_begins, loss.detach(), graph_has(loss, self._trained)))
         return self._scale_loss(loss, self._scaler.scale)
 
     def _scale_loss(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
@@ -114,15 +118,14 @@ class BackwardPasses:
         self._arm()
         self._loss_is_scaled = True
 
-    def _given_pass_begins(self, loss: torch.Tensor, _: torch.Tensor) -> None:
+    def _given_pass_begins(self, loss: torch.Tensor, trains: bool, _: torch.Tensor) -> None:
         self._arm()
-        self._given_loss = loss
+        self._given_loss, self._given_trains = loss, trains
 
     def _output_gradient(self, value: torch.Tensor | None, grad: torch.Tensor) -> None:
         """A backward pass has reached the model's output: ask for its end, and note what the loss was."""
         self._check("backward")
         self._arm()
-        self._through_outputs = True
         if value is not None:
             # A loss that the user put together from several outputs is linear in each of them: value times gradient
             # is what this output contributes.
@@ -170,8 +173,8 @@ class BackwardPasses:
     def _end(self) -> None:
         """The end of a pass. One that reached no parameter (``torch.autograd.grad``) is none of training's."""
         given, loss = self._given_loss, self._given_loss if self._given_loss is not None else self._seen_loss
-        # A given loss that is none of a forward pass's (an empty batch's, say) is one without gradients.
-        counts = self._reached or self._inside_backward or (given is not None and not self._through_outputs)
+        # A given loss of no trained parameter (an empty batch's, say) counts; one of some that reached none is no pass.
+        counts = self._reached or self._inside_backward or (given is not None and not self._given_trains)
         self._forget()
         if not counts:
             self._stage.forget_pass()
@@ -183,7 +186,7 @@ class BackwardPasses:
         self._ledger.note("backward_end")
 
     def _forget(self) -> None:
-        self._reached = self._loss_is_scaled = self._through_outputs = False
+        self._reached = self._loss_is_scaled = self._given_trains = False
         self._armed = self._given_loss = self._seen_loss = None
 
     # ---- between steps -----------------------------------------------------------------------------------------------
@@ -197,7 +200,8 @@ class BackwardPasses:
 
     def aborted(self) -> bool:
         """Whether a backward pass has reached parameters, never ended, and is not under way now."""
-        if torch._C._current_graph_task_id() != -1 or (self._armed is not None and self._armed() is not None):
+        armed = self._armed is not None and self._armed() is not None
+        if torch._C._current_graph_task_id() != -1 or self._inside_backward or armed:
             return False  # in this thread, or in another
         if not self._reached:
             self._forget()  # one that broke off before it reached a parameter leaves nothing behind

@@ -288,7 +288,8 @@ def place_model(
     """Stages 0-2: move the model to the device, with rank 0's values, the trainable parameters into flat buffers."""
     # What modules that are not plain do when they are moved is done; the parameters stay where they are. Buffers are on
     # the device after it; what follows gives them rank 0's values.
-    model._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(comm.device))
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer that two modules share stays one
+    model._apply(lambda t: t if isinstance(t, nn.Parameter) else moved.setdefault(t, t.to(comm.device)))
     dtype, names = Dtypes.of(config).compute, {param: name for name, param in model.named_parameters()}
     place_buffers(model, comm, dtype)
     # Those in no group, frozen or not, have no master and no place in the layout; each is cast where it is.

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _pytree as pytree
 
@@ -157,7 +157,7 @@ def _check_disjoint(cluster: Sequence[tuple[int, int, str, nn.Parameter]]) -> No
 
 
 def check_modules(model: nn.Module, world_size: int, stage: int) -> None:
-    """Refuse modules that reduce gradients themselves, or write their weights: ranks would not have the same ones.
+    """Refuse, in training, modules that reduce gradients, or write their weights: ranks would not have the same ones.
 
     Raises:
         ConfigError: a DistributedDataParallel; an embedding with ``max_norm`` on several ranks, or in stage 3.
@@ -168,8 +168,8 @@ def check_modules(model: nn.Module, world_size: int, stage: int) -> None:
                 "model= is wrapped in DistributedDataParallel, which reduces gradients as deepzero does; pass what it "
                 "wraps (model.module)"
             )
-        writes = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-        if writes and (world_size > 1 or stage == 3):
+        writes = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and getattr(module, "max_norm", None) is not None
+        if writes and (stage == 3 or (world_size > 1 and module.weight.requires_grad)):
             raise ConfigError(
                 f"module {name!r} has max_norm={module.max_norm}: each rank's forward pass would write into the weight "
                 "what its own batch asks for, and ranks would part. Leave max_norm out, and renormalise after "
@@ -182,16 +182,16 @@ def place_buffers(model: nn.Module, comm: Communicator, dtype: torch.dtype) -> N
     """Buffers go to the device and take rank 0's values; they keep their dtype, as in DeepSpeed.
 
     But torch's batch norm and spectral norm compute with buffers and weights of one dtype, ``dtype``. Others may need
-    their precision (rotary frequencies), and so may a batch norm with a forward pass of its own.
+    their precision (rotary frequencies).
     """
     placed: dict[torch.Tensor, torch.Tensor] = {}  # one that two modules share stays one
     for module in model.modules():
-        of_torch = type(module).forward.__module__.startswith("torch.nn.")
-        whole = of_torch and isinstance(module, (_NormBase, _SpectralNorm))
-        norms = [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+        whole = isinstance(module, (_NormBase, _SpectralNorm, _Orthogonal))
+        hooks = [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+        named = {f"{name}_{vector}" for name in hooks for vector in "uv"}
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                cast = (whole or key[:-2] in norms) and buffer.is_floating_point()
+                cast = (whole or key in named) and buffer.is_floating_point()
                 if buffer not in placed:
                     moved = buffer.to(comm.device, dtype if cast else buffer.dtype)
                     placed[buffer] = moved = moved.resolve_conj().resolve_neg().contiguous()

@@ -241,10 +241,11 @@ def _agreed(
             advice = "load them first, or use zero stage 3, which makes them module by module"
             raise ConfigError(f"parameter {without_values[0]!r} is on the meta device and has no values; {advice}")
         check_parameters(model)
-        check_modules(model, process_group.world_size(), settings.zero.stage)
         if settings.comm.world_size_invariant:
             refuse_dependence(dependences(settings, model, process_group.default_device()))
         chosen = _optimizer(model, optimizer, model_parameters, settings)
+        if not isinstance(chosen, NoOptimizer):
+            check_modules(model, process_group.world_size(), settings.zero.stage)
         if isinstance(chosen, Muon) and process_group.rank() == 0:
             log_choice(model, chosen.param_groups)
         names = {param: name for name, param in model.named_parameters()}

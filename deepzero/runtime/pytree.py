@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,3 +37,15 @@ def scalar_loss(value: Any) -> torch.Tensor | None:
     entries = _entries(value)
     found = value if torch.is_tensor(value) else entries.get(0 if isinstance(value, (list, tuple)) else "loss")
     return found if torch.is_tensor(found) and found.numel() == 1 and found.requires_grad else None
+
+
+def graph_has(loss: torch.Tensor, ids: Container[int]) -> bool:
+    """Whether the graph of a loss ends at a parameter whose ``id`` is one of these: most do close by."""
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        if (node := nodes.pop()) is not None and node not in seen:
+            if id(getattr(node, "variable", None)) in ids:
+                return True
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+    return False

@@ -326,16 +326,17 @@ def test_a_frozen_parameter_of_a_dtype_that_is_not_known(rank, world, tmp_path):
     engine.destroy()
 
 
+@pytest.mark.parametrize("weights_alone", [False, True])
 @on_ranks()
-def test_a_disk_that_fails_while_it_is_read(rank, world, saved):
-    """A disk fails on rank 1 in the middle of a load."""
+def test_a_disk_that_fails_while_it_is_read(rank, world, saved, weights_alone):
+    """A disk fails on rank 1 in the middle of a load: another one like it ends what it has left."""
     engine = engine_for(world, 2)
     failing = {"side_effect": OSError(5, "Input/output error")} if rank == 1 else {"wraps": reader.os.preadv}
     with patch.object(reader.os, "preadv", **failing):
-        message = said(engine.load_checkpoint, saved)
+        message = said(engine.load_checkpoint, saved, load_module_only=weights_alone)
     with pytest.raises(CheckpointError, match="mixture of two states"):
         steps(engine, rank, world, 1)
-    engine.load_checkpoint(saved)
+    engine.load_checkpoint(saved, load_module_only=weights_alone)
     assert fingerprints(engine)
     engine.destroy()
     assert "Input/output error; the disk cannot read it" in message and ".safetensors" in message

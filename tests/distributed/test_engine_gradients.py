@@ -326,7 +326,12 @@ def test_a_pass_that_reaches_no_parameter_on_one_rank(rank, world, stage):
         for k in range(3):
             for r in range(world) if maker is None else [rank]:
                 loss = engine(torch.full((2, 6), k + r + 1.0, requires_grad=True), r == 0 or k == 1)
-                (loss / world / 3).backward() if maker is None else engine.backward(loss)
+                if maker is None:
+                    (loss / world / 3).backward()
+                elif k == 2:
+                    engine.scale(loss).backward()
+                else:
+                    engine.backward(loss)
             if maker:
                 engine.step()
         if maker is None:

@@ -1,5 +1,7 @@
 """Buffers and frozen parameters of dtypes that no backend sends: every rank starts with rank 0's values, to the bit."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -78,12 +80,11 @@ class Scaled(nn.Linear):
         self.register_buffer("own", buffer)
 
 
-class Exact(nn.BatchNorm1d):
-    """Computes in fp32 by itself."""
+class Active(nn.BatchNorm1d):
+    """As timm's."""
 
     def forward(self, x):
-        means = self.running_mean, self.running_var, self.weight.float(), self.bias.float()
-        return nn.functional.batch_norm(x.float(), *means, training=True).to(x.dtype)
+        return super().forward(x).relu()
 
 
 class Normed(nn.Module):
@@ -91,13 +92,13 @@ class Normed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm, self.exact = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), Exact(4)
+        self.conv, self.norm, self.active = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), Active(4)
         self.head, self.older = spectral_norm(nn.Linear(4, 2)), nn.utils.spectral_norm(nn.Linear(4, 4))
         shared = torch.ones(3) / 3
         self.scaled, self.plain = weight_norm(Scaled(shared)), Scaled(shared)
 
     def forward(self, x):
-        x = self.exact(self.norm(self.conv(x)).mean((2, 3)))
+        x = self.active(self.norm(self.conv(x)).mean((2, 3)))
         return self.head(self.older(self.scaled(x) + self.plain(x))).square().sum()
 
 
@@ -115,10 +116,19 @@ def test_buffers_that_torch_wants_in_the_dtype_of_weights(rank, world, tmp_path,
         engine.step()
         values = look()
         named = {name: b.dtype for name, b in engine.module.named_buffers() if b.is_floating_point()}
-        exact = {named.pop(name) for name in ("scaled.own", "exact.running_mean", "exact.running_var")}
-        assert exact == {torch.float32} and engine.module.scaled.own is engine.module.plain.own
-        assert len(named) == 6 and set(named.values()) == {dtype}
+        assert named.pop("scaled.own") == torch.float32 and engine.module.scaled.own is engine.module.plain.own
+        assert len(named) == 8 and set(named.values()) == {dtype}
         engine.save_checkpoint(tmp_path)
+
+
+@on_ranks(1)
+def test_a_scripted_part(rank, world):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's of its script
+        engine = start(nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 1)), stage=1)
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+    assert engine.was_step_applied()
 
 
 @on_ranks()
