@@ -2,7 +2,7 @@
 
 Ranks that disagree hang each other or, worse, train. Before the first step each rank tells the others what it was
 configured with and which parameters it has; a difference is raised on *every* rank, with what differs and on which
-rank.
+rank. Models that let ranks part are refused (:func:`check_modules`); buffers begin as rank 0's (:func:`place_buffers`).
 
 In each step they exchange one small message (:class:`StepAgreement`): the exact sum of squares of the gradients, from
 which all compute the same norm, the losses, from which all compute the same mean, and whether any rank cannot take the

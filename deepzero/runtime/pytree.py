@@ -1,4 +1,4 @@
-"""What a model may return: tensors in tuples, lists, dicts, dataclasses, Hugging Face outputs, nested as they like."""
+"""What a model may return, nested as it likes (tuples, dicts, dataclasses, Hugging Face outputs); a loss's graph."""
 
 from __future__ import annotations
 
