@@ -95,7 +95,6 @@ class OptimizerShard:
         # By the master, as torch keeps an optimizer's state: its gradient, a sum, of its shape, in the accumulation
         # dtype. Both stay where they are from step to step, so they are cut once.
         self.grads = self.cut_grads()
-        self._master_ids = set(map(id, self.grads))
         self._sub_group_size = sub_group_size
         # What the device steps on: the first buckets may be the host's. Each list is stepped on together.
         stepped = (
@@ -106,8 +105,6 @@ class OptimizerShard:
         # Called with a sub-group's number when the device has stepped on it.
         self.on_stepped: Callable[[int], None] = lambda number: None
         self._one_pass = one_pass
-        # torch's contract with GradScaler: such an optimizer divides by the attribute ``grad_scale`` while it steps.
-        self._divides = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         # The user has the same optimizer object in hand, and must not step with it.
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_direct_step)
@@ -160,7 +157,7 @@ class OptimizerShard:
         """
         # By identity: a tensor that compares equal has another gradient.
         held = [id(param) for group in self.optimizer.param_groups for param in group["params"]]
-        if len(held) != len(self._master_ids) or not self._master_ids.issuperset(held):
+        if len(held) != len(self.grads) or not set(map(id, self.grads)).issuperset(held):
             raise RuntimeError(
                 "the optimizer's parameters have changed since deepzero.initialize (add_param_group, an assignment to "
                 "param_groups): ZeRO has no gradients for the new ones. Build the optimizer with all groups first"
@@ -222,7 +219,8 @@ class OptimizerShard:
         grads = [self.grads[master].to(torch.float32) for master in masters]
         # Filled on the gradients' device (``torch.tensor`` would make the CPU wait), as fused kernels ask for it.
         divide_by = torch.full((), divisor, dtype=torch.float32, device=grads[0].device if grads else None)
-        fused_division = self._divides and divisor != 1.0
+        # torch's contract with GradScaler: such an optimizer divides by the attribute ``grad_scale`` while it steps.
+        fused_division = divisor != 1.0 and bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
         if divisor != 1.0 and not fused_division:
             unscale_and_clip_grads(grads, divide_by)
         try:
