@@ -234,7 +234,6 @@ class StateOffloader:
             if made is not None:
                 made.come_back()
                 made.close()
-                self._after_return()
             raise
         self.offloaded += [made] if made is not None else []
         self.away |= moved
@@ -254,11 +253,6 @@ class StateOffloader:
             if not non_blocking:
                 self._close_reloaded()
         self.away = frozenset()
-        self._after_return()
-
-    def _after_return(self) -> None:
-        for group in self.engine.zero.stores:
-            group.refresh_data_ptrs()
         self._post_notices()
 
     def _close_reloaded(self) -> None:

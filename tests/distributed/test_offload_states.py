@@ -300,7 +300,7 @@ def test_the_ledger_shows_it(rank, world, stage):
     assert engine.report()["memory"][HOST_STATES]["largest"] >= host
     for group in engine.zero.groups:
         if not isinstance(group, PartitionedParamGroup):
-            assert group._data_ptrs == [param.data_ptr() for param in group.params]
+            group.sync_masters_from_params()  # raises where a parameter has left the flat buffer
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -250,9 +250,6 @@ class PartitionedParamGroup(ParamGroup):
         """None: a write is refused, or accepted, at once."""
         return []
 
-    def refresh_data_ptrs(self) -> None:
-        """Nothing: buckets count generations."""
-
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()

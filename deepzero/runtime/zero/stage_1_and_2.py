@@ -247,8 +247,7 @@ class ParamGroup:
         # The optimizer never sees the parameters again, the model nothing else.
         for param, slot, shape in zip(self.params, self.layout.slots, shapes, strict=True):
             param.data = self.flat_P[slot.offset : slot.end].view(shape)
-        # By these two a step sees what the program did to a parameter in between: moved it, or wrote into it.
-        self._data_ptrs = [self.comm.data_ptr(param) for param in self.params]
+        # By these a step sees what the program wrote into a parameter in between.
         self._versions = [param._version for param in self.params]
 
     # ---- the group's tensors -----------------------------------------------------------------------------------------
@@ -315,9 +314,12 @@ class ParamGroup:
         """
         # Else the next publication would silently overwrite it from the masters. A write through ``param.data`` leaves
         # no trace in the parameter's version and cannot be seen.
-        data_ptr = self.comm.data_ptr
-        for index, param in enumerate(self.params):
-            if data_ptr(param) != self._data_ptrs[index] or param.dtype != self.dtype:
+        data_ptr, itemsize = self.comm.data_ptr, self.flat_P.itemsize
+        start = data_ptr(self.flat_P)
+        for index, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
+            # What has no elements lies nowhere.
+            moved = slot.numel and data_ptr(param) != start + slot.offset * itemsize
+            if moved or param.dtype != self.dtype:
                 raise RuntimeError(
                     f"parameter {self.names[index]!r} has left ZeRO's flat buffer: it is now {param.dtype} on "
                     f"{param.device} (an assignment to param.data). {STAY}; write values with param.copy_"
@@ -357,13 +359,6 @@ class ParamGroup:
         # A backward pass may still need the old values, so the version goes up; the master follows by itself.
         torch.autograd.graph.increment_version(param)
         self._versions[index] = param._version
-
-    def refresh_data_ptrs(self) -> None:
-        """Note where the parameters lie after ``offload_states`` has given the flat buffer other memory."""
-        start = self.comm.data_ptr(self.flat_P)
-        for index, slot in enumerate(self.layout.slots):
-            if slot.numel:  # what has no elements lies nowhere
-                self._data_ptrs[index] = start + slot.offset * self.flat_P.itemsize
 
     def release(self) -> None:
         """Let the parameters belong to no engine; they go on lying in the flat buffer."""
