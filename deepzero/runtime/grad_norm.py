@@ -85,6 +85,8 @@ class BlockNorms:
     def __init__(self, numel: int, device: torch.device, device_type: str = "") -> None:
         self._device_type = device_type or device.type
         self.norms = torch.zeros(numel // ALIGN, dtype=torch.float32, device=device)
+        # The reducer's: indices of the buckets whose sums are still those that were measured.
+        self.fresh: set[int] = set()
         # Of sums in host memory: to take them must not wait for the device. A block is 0 here or there.
         self._on_host: torch.Tensor | None = None
 

@@ -244,11 +244,10 @@ class GradientReducer:
         # Parameters of stage 3's leaf modules (set_z3_leaf_modules). Which of their gradients come, and in which order,
         # may differ between ranks; so all at once count as complete, at a moment that is the same on all ranks.
         self.leaf_params: set[nn.Parameter] = set()
-        # Block norms of this rank's part, taken as the sums are written; and which buckets' are up to date.
+        # Block norms of this rank's part of each group, taken as the sums are written.
         self._norms = [
             BlockNorms(group.layout.shard_numel, group.device, group.comm.device_type) for group in self.groups
         ]
-        self._measured: set[tuple[int, int]] = set()
         # Of the backward pass under way: the position in ``order``, which gradients have arrived, how many are missing
         # in each bucket.
         self._cursor = 0
@@ -342,13 +341,14 @@ class GradientReducer:
 
     def _reduce_bucket(self, g: int, bucket: Bucket, is_reduction_boundary: bool, again: bool = False) -> None:
         """Lay the gradients of a bucket of group ``g`` into a buffer, free them, and send them to their owners."""
-        self._measured.discard((g, bucket.index))
+        norms = self._norms[g]
+        norms.fresh.discard(bucket.index)
         self._whole_again.discard((g, bucket.index))
         measure: Measure | None = None
         if is_reduction_boundary and not self.bucket_reducer.whole:
             # Nothing is added to this sum afterwards, so its block norms are taken while it is in the core's cache.
-            measure = partial(self._norms[g].measure, bucket.shard_offset)
-            self._measured.add((g, bucket.index))
+            measure = partial(norms.measure, bucket.shard_offset)
+            norms.fresh.add(bucket.index)
         # Further ones of a step are added to it, in the order of the global batch, whatever W: see ``invariance.py``.
         accumulate = self.reduced or again
         output, around_sum = self.shard.grad_output(g, bucket, accumulate)
@@ -393,7 +393,7 @@ class GradientReducer:
 
     def sums_changed(self, group: int, bucket: Bucket) -> None:
         """Take the norms of this bucket anew: somebody has written into its sums."""
-        self._measured.discard((group, bucket.index))
+        self._norms[group].fresh.discard(bucket.index)
 
     # ---- 5 step: what the norm reads ---------------------------------------------------------------------------------
 
@@ -402,10 +402,14 @@ class GradientReducer:
         # Nearly all were measured when they were written. Left are those whose last sum was not of the last
         # micro-batch, and those that were changed.
         for g, bucket in self.order:
-            if (g, bucket.index) not in self._measured:
+            if bucket.index not in self._norms[g].fresh:
                 self._norms[g].measure(bucket.shard_offset, self.shard.grad_shard(g, bucket), 0)
-        self._measured.clear()
+        self._forget_norms()
         return torch.stack([norms.norm_sq_partials() for norms in self._norms]).sum(0)
+
+    def _forget_norms(self) -> None:
+        for norms in self._norms:
+            norms.fresh.clear()
 
     def param_norm_sq(self) -> list[torch.Tensor]:
         """Sums of squares of this rank's part of the last norm's sums, by parameter: fp64, one tensor a group."""
@@ -428,7 +432,7 @@ class GradientReducer:
         self.shard.discard_grads()
         self.unreduced.discard()
         self.forget_pass()
-        self._measured.clear()
+        self._forget_norms()
         self.present = self.reduced = False
 
     def held_gradients(self) -> list[torch.Tensor]:
