@@ -46,9 +46,8 @@ class BackwardPasses:
         is_reduction_boundary: Callable[[], bool],
         check: Callable[[str], None],
     ) -> None:
-        self._stage, self._scaler = stage, scaler
+        self._stage, self._scaler, self._comm = stage, scaler, comm
         self._is_reduction_boundary, self._check = is_reduction_boundary, check
-        self._ledger, self._ranges, self._read = comm.ledger, comm.ranges, comm.read
         self.count = 0
         """Backward passes that have ended since the last boundary."""
         # Losses of this step's micro-batches, detached: reading one would make the CPU wait for the GPU.
@@ -87,7 +86,7 @@ class BackwardPasses:
         # for a caller who has taken it already.
         factor, ended = self._scaler.scale * micro_batches, self.count
         try:
-            with self._ranges.span("backward"):
+            with self._comm.ranges.span("backward"):
                 self._scale_loss(loss, factor).backward(retain_graph=retain_graph)
             if self.count == ended:
                 self._at_boundary = self._is_reduction_boundary()
@@ -152,7 +151,7 @@ class BackwardPasses:
         if not self._reached:  # the first of the pass
             self._arm()
             self._reached = True
-        self._ledger.note("gradient_ready")
+        self._comm.ledger.note("gradient_ready")
         with torch._C.DisableTorchFunctionSubclass():  # asking for .grad needs no values: no detour through Python
             # Only fp16 has a scale other than 1. A pass that began at a scaled loss has scaled every gradient already.
             if self._scaler.scale != 1 and not self._loss_is_scaled and param.grad is not None:
@@ -183,7 +182,7 @@ class BackwardPasses:
         if loss is not None:
             self._losses.append(loss)
         self._stage.backward_end(self._at_boundary)
-        self._ledger.note("backward_end")
+        self._comm.ledger.note("backward_end")
 
     def _forget(self) -> None:
         self._reached = self._loss_is_scaled = self._given_trains = False
@@ -193,7 +192,7 @@ class BackwardPasses:
 
     def take_loss(self, micro_batches: int) -> float | None:
         """This rank's losses, one for each micro-batch, added: once a step the CPU waits for them. None without any."""
-        losses = [self._read(loss.reshape(1))[0] for loss in self._losses]
+        losses = [self._comm.read(loss.reshape(1))[0] for loss in self._losses]
         self._losses = []
         # A micro-batch of several passes has several, and counts once, by their mean; so does one without any.
         return exact_sum(losses) * (micro_batches / len(losses)) if losses else None
