@@ -27,9 +27,9 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1681, 1150),
     "deepzero/comm": (4349, 2720),
-    "deepzero/runtime": (4541, 3050),
+    "deepzero/runtime": (4540, 3050),
     "deepzero/runtime/zero": (5936, 4550),
-    "deepzero/offload": (3572, 2500),
+    "deepzero/offload": (3571, 2500),
     "deepzero/checkpoint": (3698, 2610),
     "deepzero/launch": (725, 650),
     "deepzero/health": (640, 560),
@@ -40,7 +40,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (515, 400),
     "deepzero/training": (1001, 380),
     "deepzero/compat": (3353, 1200),
-    "deepzero": (38_250, 23_500),
+    "deepzero": (38_248, 23_500),
     "tools": (5863, 2700),
     "tools/book": (1084, 1000),
     "examples": (764, 700),
@@ -218,7 +218,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
 def class_rows(package: list[Source]) -> Iterator[Row]:
     """The largest classes, and the names that two files define."""
     sizes = members(package)
-    for what, index, budget, target in (("methods", 0, 25, 25), ("attributes", 1, 25, 20)):
+    for what, index, budget, target in (("methods", 0, 25, 25), ("attributes", 1, 20, 20)):
         largest = max(sizes, key=lambda name: len(sizes[name][index]))
         over = sum(len(size[index]) > target for size in sizes.values())
         now, note = len(sizes[largest][index]), f"{largest}; {over} above the target"

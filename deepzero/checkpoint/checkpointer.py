@@ -51,7 +51,7 @@ class Checkpointer:
         self.engine, self.formats = engine, (read_foreign, *formats)
         self.saver = Saver(engine.comm.device, engine.config.comm.save_timeout_seconds)
         self._weights_alone = False  # the engine's mixture is of a load without optimizer states
-        engine.preconditions.append(self.check_loaded)
+        engine.callbacks.preconditions.append(self.check_loaded)
         # A program that ends just after an asynchronous save has its checkpoint. Weakly: what is left to be done at
         # the program's end must not keep an engine in memory until then.
         before_the_end(partial(_finish, weakref.ref(self.saver)))

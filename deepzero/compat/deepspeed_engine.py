@@ -2,8 +2,7 @@
 
 :class:`~deepzero.runtime.engine.Engine` is a training step and nothing else. What this class adds is made of parts that
 the core does not import: a :class:`~deepzero.checkpoint.checkpointer.Checkpointer`, a
-:class:`~deepzero.offload.offload_states.StateOffloader`, offloaded activations, a printer. Each of them enters through
-one of the core's lists.
+:class:`~deepzero.offload.offload_states.StateOffloader`, offloaded activations, a printer. They enter by its callbacks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from deepzero.compat.lr_schedules import name_scheduler
 from deepzero.compat.optimizer_names import FrozenParameters, NoOptimizer, dress, refuse_to_train, undress
 from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
-from deepzero.device import accelerator_of
 from deepzero.offload import offload_states as states_on_host
 from deepzero.offload.activations import build_host_activations
 from deepzero.runtime.engine import StepRecord
@@ -54,25 +52,23 @@ class DeepSpeedEngine(EngineGetters):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig, lr_scheduler: Any = None,
         total_steps: int | None = None, comm: Communicator | None = None,
     ) -> None:  # fmt: skip
-        in_order = [list(group["params"]) for group in optimizer.param_groups]  # before it holds fragments
+        in_order = [list(map(id, group["params"])) for group in optimizer.param_groups]  # before it holds fragments
         # What is frozen here is so for as long as this engine lives, whether it is destroyed or forgotten.
         self.frozen_parameters = FrozenParameters(model, optimizer)
         weakref.finalize(self, self.frozen_parameters.thaw).atexit = False
         try:
             super().__init__(model, optimizer, config, lr_scheduler, total_steps, comm)
             with lost_on_error(model):  # which has the model, and is of no use to anybody
-                self.optimizer_order = in_order
-                self.bytes_at_build = accelerator_of(self.device).memory_allocated(self.device)
-                dress(self)
+                dress(self, in_order)
                 name_scheduler(self.lr_scheduler)
                 if isinstance(self.optimizer, NoOptimizer):
-                    self.preconditions.append(refuse_to_train)
+                    self.callbacks.preconditions.append(refuse_to_train)
                 self.checkpointer = Checkpointer(self, (deepspeed_checkpoint.read,))
                 self.offloader = states_on_host.StateOffloader(self, self.checkpointer.wait)
                 if config.activation_checkpointing.cpu_checkpointing:
-                    self.activations = build_host_activations(self)
+                    build_host_activations(self)
                 if config.steps_per_print is not None and self.global_rank == 0:
-                    self.on_step.append(partial(print_progress, self))
+                    self.callbacks.on_step.append(partial(print_progress, self))
                 self.made.add(self)
         except BaseException:
             self.frozen_parameters.thaw()

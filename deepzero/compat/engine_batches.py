@@ -70,7 +70,7 @@ def set_train_batch_size(self: EngineGetters, train_batch_size: int) -> None:
     batch, dtypes = resolve_batch(whole, self.world_size), self.zero.dtypes
     if self.passes.count:
         raise MisuseError("set_train_batch_size within an optimizer step: call it after engine.step()")
-    narrow = dtypes.compute != dtypes.accumulation and all(flat is None for flat in self.zero.unreduced.flat)
+    narrow = dtypes.compute != dtypes.accumulation and all(flat is None for flat in self.stage.gradients.unreduced.flat)
     if batch.accumulation > 1 and not self.zero.stage.gradients.every_pass and narrow:
         raise MisuseError(
             f"set_train_batch_size({train_batch_size}): the engine was built for one micro-batch, and the sum of "

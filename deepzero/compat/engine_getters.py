@@ -138,6 +138,7 @@ class EngineGetters(Engine):
     device = property(attrgetter("comm.device"))
     ledger = property(attrgetter("comm.ledger"))
     stage = property(attrgetter("zero.stage"))
+    on_step = property(attrgetter("callbacks.on_step"), lambda self, value: setattr(self.callbacks, "on_step", value))
     loss_scale = cur_scale = property(attrgetter("scaler.scale"))  # of the next loss; 1 outside fp16
 
     _get_optimizer_ckpt_name = _file_of_states

@@ -120,18 +120,18 @@ def _averaged_gradients(engine: Engine) -> dict[int, list[torch.Tensor]]:
 
     There is one for each trained parameter, in the group's order, without elements where this rank owns none.
     """
-    gradients, shard, means = engine.zero.stage.gradients, engine.zero.optimizer_shard, dict[Any, torch.Tensor]()
+    gradients, shard, means = engine.zero.stage.gradients, engine.zero.optimizer_shard, dict[int, torch.Tensor]()
     if not gradients.reduced:
         return {}
     gradients.drain()
     divisor, dtype = engine.comm.world_size * engine.batch.accumulation, engine.zero.dtypes.accumulation
     none = next(iter(shard.grads.values()), torch.empty(0, dtype=dtype, device=engine.comm.device)).new_empty(0)
     for group in engine.zero.groups:
-        means |= dict.fromkeys(group.params, none)
+        means |= dict.fromkeys(map(id, group.params), none)
         for fragment, master in zip(group.fragments, group.masters, strict=True):
-            means[group.params[fragment.slot.index]] = shard.grads[master] / divisor
-    order = enumerate(cast("Any", engine).optimizer_order)
-    return {number: [means[param] for param in params if param in means] for number, params in order}
+            means[id(group.params[fragment.slot.index])] = shard.grads[master] / divisor
+    order = enumerate(vars(engine.optimizer)["_deepzero_order"])
+    return {number: [means[key] for key in keys if key in means] for number, keys in order}
 
 
 def _inner(engine: Engine) -> torch.optim.Optimizer:
@@ -147,7 +147,7 @@ def _inner(engine: Engine) -> torch.optim.Optimizer:
     return cast("torch.optim.Optimizer", held["_deepzero_inner"])
 
 
-_OURS = ("_deepzero_engine", "_deepzero_inner")
+_OURS = ("_deepzero_engine", "_deepzero_order", "_deepzero_inner")
 """What the optimizer's attributes have of these lines while it belongs to an engine."""
 READ: dict[str, Callable[[Engine], Any]] = {
     "overflow": lambda engine: engine.last_step is not None and engine.last_step.skipped,
@@ -245,14 +245,17 @@ def _as_its_own_class(optimizer: torch.optim.Optimizer, _protocol: Any) -> Any:
     return make, tuple(own if one is dressed else one for one in given), *rest
 
 
-def dress(engine: Engine) -> None:
-    """Give the engine's optimizer DeepSpeed's names; it answers to its own class's name as before."""
+def dress(engine: Engine, in_order: list[list[int]]) -> None:
+    """Give the engine's optimizer DeepSpeed's names; it answers to its own class's name as before.
+
+    ``in_order`` has the ids of each group's parameters: the parameters' hooks would keep the engine with the optimizer.
+    """
     stage, cls = engine.config.zero.stage, type(engine.optimizer)
     base = (ZeROOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)[stage]
     like: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     # A class that is made here cannot be found by its name, which is what pickle does.
     like["__reduce_ex__"] = _as_its_own_class
-    engine.optimizer._deepzero_engine = weakref.ref(engine)  # type: ignore[attr-defined]
+    vars(engine.optimizer).update(_deepzero_engine=weakref.ref(engine), _deepzero_order=in_order)
     engine.optimizer.__class__ = type(cls.__name__, (cls, base), like)
 
 

@@ -264,7 +264,7 @@ class HostActivations:
         return flat, parked.copies[-1]
 
 
-def build_host_activations(engine: Engine) -> HostActivations:
+def build_host_activations(engine: Engine) -> None:
     """``activation_checkpointing.cpu_checkpointing``: what autograd keeps in a forward pass goes to host memory."""
     settings, comm = engine.config.activation_checkpointing, engine.comm
 
@@ -277,5 +277,4 @@ def build_host_activations(engine: Engine) -> HostActivations:
     smallest, pin = settings.cpu_checkpointing_min_bytes, settings.cpu_checkpointing_pin_memory
     made = HostActivations(wire, lasting, smallest, pin)
     comm.ledger.watch(HOST_ACTIVATIONS, made.buffers.tensors)
-    engine.around_forward.append(made.watching)
-    return made
+    engine.callbacks.around_forward.append(made.watching)

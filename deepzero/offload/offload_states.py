@@ -204,7 +204,7 @@ class StateOffloader:
         self._reloading: list[OffloadedStorages] = []  # back; perhaps the last bytes are still on their way
         self.away: frozenset[str] = frozenset()  # which categories are away, on any rank
         self._forward_hook: Any = None
-        engine.preconditions.append(self.check_present)
+        engine.callbacks.preconditions.append(self.check_present)
 
     @cached_property
     def _wire(self) -> HostDeviceCopier:

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from deepzero.comm.collectives import Communicator
 from deepzero.runtime.consistency import exact_sum
 from deepzero.runtime.home_stream import HomeStream
 from deepzero.runtime.loss_scaler import LossScaler
@@ -33,7 +32,6 @@ class BackwardPasses:
     Args:
         stage: any of the stages; ``build.py:_build_stage`` chooses it.
         scaler: its scale multiplies losses.
-        comm: its ledger gets the events ``gradient_ready`` and ``backward_end``.
         is_reduction_boundary: whether the micro-batch under way is its step's last one, and not inside ``no_sync``.
         check: called with ``"backward"`` where a pass begins; raises when no pass may run.
     """
@@ -42,11 +40,10 @@ class BackwardPasses:
         self,
         stage: ZeroStage1And2,
         scaler: LossScaler,
-        comm: Communicator,
         is_reduction_boundary: Callable[[], bool],
         check: Callable[[str], None],
     ) -> None:
-        self._stage, self._scaler, self._comm = stage, scaler, comm
+        self._stage, self._scaler, self._comm = stage, scaler, stage.comm
         self._is_reduction_boundary, self._check = is_reduction_boundary, check
         self.count = 0
         """Backward passes that have ended since the last boundary."""
@@ -61,7 +58,7 @@ class BackwardPasses:
         # What autograd calls at the end of the pass under way, and drops with a pass that breaks off.
         self._armed: Callable[[], Callable[..., None] | None] | None = None
         self._warned_unscaled = False
-        self._home = HomeStream(comm.device)
+        self._home = HomeStream(stage.comm.device)
         ready = self._home.param_hook(self._gradient_ready)  # autograd may call it on another stream
         trained = [param for group in stage.gradients.groups for param in group.params]
         self._trained = {id(param) for param in trained}

@@ -24,6 +24,7 @@ from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.config.zero import ZeroConfig
+from deepzero.device import accelerator_of
 from deepzero.layout import bucket_limit
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.offload_plan import build_host, plan_offload
@@ -74,7 +75,6 @@ class ZeroComponents:
     """What step 0 leaves behind."""
 
     groups: list[ParamGroup]
-    unreduced: UnreducedGradients
     bucket_reducer: BucketReducer
     stage: ZeroStage1And2
     dtypes: Dtypes
@@ -88,16 +88,13 @@ class ZeroComponents:
     """Checked before every step: the same parameters train as at build."""
     meter: QuantizationMonitor | None = None
     """Of what is quantised, if anything is."""
+    bytes_at_build: int = 0
+    """In use on the device when everything stood."""
 
     @property
     def stage3(self) -> ZeroStage3 | None:
         """The stage, if its parameters are partitioned."""
         return self.stage if isinstance(self.stage, ZeroStage3) else None
-
-    @property
-    def quantized_grads(self) -> QuantizedReduce | None:
-        """The reducer's part that is qgZ; None: gradients are not quantised, or there is one rank."""
-        return self.bucket_reducer.strategy
 
     @property
     def stores(self) -> list[ParamGroup]:
@@ -210,15 +207,15 @@ def build_zero(
         if offload is not None and offload.shard is not None:
             # The CPU steps bucket by bucket; the parameters of one are published while it steps on the next.
             offload.shard.on_uploaded = stage.uploaded
-        built = ZeroComponents(
-            groups, unreduced, reducer, stage, dtypes, moments, offload, shard, TrainedParameters(model, groups),
-        )  # fmt: skip
+        trained = TrainedParameters(model, groups)
+        built = ZeroComponents(groups, reducer, stage, dtypes, moments, offload, shard, trained)
         build_ledger(built, optimizer, config, comm, micro_batches)
         monitor = QuantizationMonitor(
-            groups, coordinator.buckets if coordinator is not None else [], built.quantized_grads,
+            groups, coordinator.buckets if coordinator is not None else [], reducer.strategy,
             zero.quantization, comm, lambda: predict_unquantized(built, comm, micro_batches),
         )  # fmt: skip
-        return dataclasses.replace(built, meter=monitor if monitor.measures else None)
+        stands = accelerator_of(comm.device).memory_allocated(comm.device)
+        return dataclasses.replace(built, meter=monitor if monitor.measures else None, bytes_at_build=stands)
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------

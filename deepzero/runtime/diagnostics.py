@@ -108,7 +108,7 @@ def gather_report(engine: Any) -> dict[str, Any]:
     what ``offload_states`` has moved there; ``host_activations`` what checkpointed activations take there.
     """
     ledger, device = engine.comm.ledger, engine.comm.device
-    residual = max(0, accelerator_of(device).max_memory_allocated(device) - engine.bytes_at_build)
+    residual = max(0, accelerator_of(device).max_memory_allocated(device) - engine.zero.bytes_at_build)
     unpredicted = {"activations": residual, **{name: ledger.held.get(name, 0) for name in UNPREDICTED}}
     mine = ledger.report()
     mine["memory"] |= {name: {"predicted": None, "measured": held} for name, held in unpredicted.items()}

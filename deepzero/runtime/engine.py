@@ -19,16 +19,16 @@ stop the run instead of silently skipping steps (bf16's ``check_grad_overflow`` 
 averaged, unscaled and clipped by one fp32 division after all additions (``optimizer_shard.py``, which names the one
 exception: fp16 summed by the backend).
 
-Checkpoints, ``offload_states``, offloaded activations and printing enter through three lists of callables
-(``preconditions``, ``around_forward``, ``on_step``): what ``deepzero.initialize`` returns, a
-:class:`~deepzero.compat.deepspeed_engine.DeepSpeedEngine`, fills them, and has DeepSpeed's getters.
+Checkpoints, ``offload_states``, offloaded activations and printing enter through the engine's :class:`Callbacks`: what
+``deepzero.initialize`` returns, a :class:`~deepzero.compat.deepspeed_engine.DeepSpeedEngine`, fills them, and has
+DeepSpeed's getters.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -90,6 +90,18 @@ class StepState:
     destroyed: bool = False
 
 
+@dataclass
+class Callbacks:
+    """Where optional features enter an engine, so that the path of a step has no branch for any of them."""
+
+    # Called with a call's name before it runs; each raises when that call cannot be made now.
+    preconditions: list[Callable[[str], None]] = field(default_factory=list)
+    # Contexts that every forward pass runs in.
+    around_forward: list[Callable[[], contextlib.AbstractContextManager[None]]] = field(default_factory=list)
+    # Called after each optimizer step, applied or skipped.
+    on_step: list[Callable[[StepRecord], None]] = field(default_factory=list)
+
+
 class Engine(nn.Module):
     """A model, its optimizer and this rank's part of ZeRO. ``deepzero.initialize`` makes one, of a derived class.
 
@@ -124,18 +136,10 @@ class Engine(nn.Module):
         # From here on the model's parameters are views of flat buffers, or shards, and the optimizer's are masters.
         self.zero = build_zero(model, optimizer, config, self.comm, self.batch.accumulation)
         self.module, self.optimizer = model, optimizer
-
-        # Optional features enter here, so that the path of a step has no branch for any of them.
-        # Called with a call's name before it runs; each raises when that call cannot be made now.
-        self.preconditions: list[Callable[[str], None]] = []
-        # Contexts that every forward pass runs in.
-        self.around_forward: list[Callable[[], contextlib.AbstractContextManager[None]]] = [self.zero.stage.unwinding]
-        # Called after each optimizer step, applied or skipped.
-        self.on_step: list[Callable[[StepRecord], None]] = []
-
+        self.callbacks = Callbacks(around_forward=[self.zero.stage.unwinding])
         # Autograd's hooks come after the parameters were given their new storage: a hook lives on the accumulation node
         # of a parameter, which keeps the device and dtype that the parameter had when the node was made.
-        self.passes = BackwardPasses(self.zero.stage, self.scaler, self.comm, self._is_reduction_boundary, self.check)
+        self.passes = BackwardPasses(self.zero.stage, self.scaler, self._is_reduction_boundary, self.check)
         self.fragments = TensorFragments(
             model, self.zero.stage.gradients, self._mean_divisor, self._is_reduction_boundary,
             self.finish_delayed_update,
@@ -162,7 +166,7 @@ class Engine(nn.Module):
         if self.config.precision.auto_cast:
             args, kwargs = pytree.tree_map(self.zero.dtypes.cast, (args, kwargs))
         with contextlib.ExitStack() as stack:
-            for context in self.around_forward:
+            for context in self.callbacks.around_forward:
                 stack.enter_context(context())
             stack.enter_context(self.comm.ranges.span("forward"))
             outputs = self.module(*args, **kwargs)
@@ -173,7 +177,7 @@ class Engine(nn.Module):
 
     def check(self, call: str) -> None:
         """Raise when ``call`` cannot be made now: states are on the host, or a step or a load broke off half-way."""
-        for refuse in self.preconditions:
+        for refuse in self.callbacks.preconditions:
             refuse(call)
 
     def _check_pass(self, call: str) -> None:
@@ -317,7 +321,7 @@ class Engine(nn.Module):
         if self.lr_scheduler is not None and agreement.finite:
             self.lr_scheduler.step(**lr_kwargs)
         # Last: an observer that raises leaves an engine whose step is complete.
-        for observe in self.on_step:
+        for observe in self.callbacks.on_step:
             observe(record)
 
     def _mean_divisor(self) -> float:

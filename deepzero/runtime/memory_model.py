@@ -406,7 +406,7 @@ def build_ledger(
         micro_batches=micro_batches,
         whole_reduce=built.bucket_reducer.whole,
         exact=built.bucket_reducer.method == "exact",
-        quantized_grads=built.quantized_grads.format if built.quantized_grads is not None else None,
+        quantized_grads=built.bucket_reducer.strategy.format if built.bucket_reducer.strategy is not None else None,
         invariant=config.comm.world_size_invariant,
     )
     layouts = [group.layout for group in built.groups]
@@ -425,7 +425,7 @@ def build_ledger(
         coordinator.on_plan = partial(predict, coordinator, ledger)
         traffic |= expected(coordinator.buckets, micro_batches)
         memory[SECONDARY] = secondary_bytes(coordinator.buckets)
-    if built.quantized_grads is not None and config.zero.quantization.error_feedback:
+    if built.bucket_reducer.strategy is not None and config.zero.quantization.error_feedback:
         quantized = [layout for layout in layouts if layout not in persistent]
         memory["buckets"] += residual_bytes(quantized, comm.nodes, sizes.wire)
     ledger.predict({**memory, "padding": padding}, traffic)
@@ -434,7 +434,7 @@ def build_ledger(
 
 def predict_unquantized(built: ZeroComponents, comm: Communicator, micro_batches: int) -> None:
     """Predict later steps anew: a bucket goes unquantised from now on, so every later step sends more."""
-    ledger, quantized_grads = comm.ledger, built.quantized_grads
+    ledger, quantized_grads = comm.ledger, built.bucket_reducer.strategy
     if built.stage3 is not None:
         coordinator = built.stage3.coordinator
         with ledger.aside():  # secondary partitions that have changed their form are empty
@@ -593,7 +593,8 @@ def _padding(built: ZeroComponents) -> Counter[str]:
         ):
             count(category, tensor, sum(f.numel for f in fragments if f.shard_start in span))
     offload, on_host = built.offload, 0
-    for group, flat, mine in zip(built.groups, built.unreduced.flat, built.optimizer_shard.grad_S, strict=True):
+    gradients = built.stage.gradients
+    for group, flat, mine in zip(built.groups, gradients.unreduced.flat, gradients.shard.grad_S, strict=True):
         count("gradients", flat, group.layout.numel)
         kept = sum(f.numel for f in group.fragments if f.shard_start >= group.placement.host_optimizer_numel)
         count("gradients", mine, group.layout.numel if built.bucket_reducer.whole else kept)

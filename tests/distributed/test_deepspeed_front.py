@@ -115,7 +115,7 @@ def test_names_on_the_optimizer(rank, world, stage):
     assert inner.state is optimizer.state and inner.param_groups is optimizer.param_groups
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(inner)):
         assert type(copied) is torch.optim.SGD and copied.param_groups[0]["momentum"] == 0.9
-        assert vars(copied).keys().isdisjoint(("_deepzero_engine", "_deepzero_inner"))
+        assert vars(copied).keys().isdisjoint(("_deepzero_engine", "_deepzero_order", "_deepzero_inner"))
     assert isinstance(optimizer, torch.optim.SGD) and repr(optimizer).startswith("SGD (")
     assert isinstance(optimizer, DeepSpeedZeroOptimizer) == (stage in (1, 2))
     assert isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) == hasattr(optimizer, "parameter_offload")
@@ -145,7 +145,7 @@ def test_names_on_the_optimizer(rank, world, stage):
     assert not hasattr(optimizer, "no_such_name") and optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
     engine.destroy()
     assert type(optimizer) is torch.optim.SGD and not hasattr(optimizer, "overflow")
-    assert vars(optimizer).keys().isdisjoint(("_deepzero_engine", "_deepzero_inner"))
+    assert vars(optimizer).keys().isdisjoint(("_deepzero_engine", "_deepzero_order", "_deepzero_inner"))
 
 
 @on_ranks()

@@ -111,7 +111,7 @@ def test_weights_of_stage_3_are_not_copied(rank, world):
     engine = built(settings(3, True), KINDS["plain"])
     loss = engine(*my_micro_batches(0, rank, world, 2, 1)[0])
     numels = {p.numel() for name, p in engine.module.named_parameters() if p.dim() == 2}
-    parked = [p.nbytes // 4 for p in engine.activations._parked.values()]
+    parked = [p.nbytes // 4 for p in engine.callbacks.around_forward[-1].__self__._parked.values()]
     engine.backward(loss)
     engine.step()
     apart, count = numels.isdisjoint(parked), len(parked)

@@ -163,7 +163,7 @@ def test_the_meter_changes_nothing_and_what_is_lost_survives_offload_states(rank
     settings = settings_of(3, feedback=True, gradient_accumulation_steps=1)
     settings["zero_optimization"]["quantization"]["meter_every"] = 0  # switched here, not by the engine
     plain, watched = made(settings), made(settings)
-    quantized_grads = watched.zero.quantized_grads
+    quantized_grads = watched.zero.bucket_reducer.strategy
     for step in range(2):
         quantized_grads.metering = step == 1
         for engine in (plain, watched):
