@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.utils.dlpack import to_dlpack
 
 from deepzero.comm import exact_sum, flight_recorder, process_group
 from deepzero.comm.chaos import Chaos
@@ -42,7 +43,7 @@ class Pending:
     """A collective under way. Its tensors belong to it until :meth:`wait` returns."""
 
     def __init__(self, comm: Communicator, launch: CollectiveRecord) -> None:
-        self.works: Sequence[dist.Work | None] = ()
+        self.works: Sequence[dist.Work | None] | None = None  # nothing was started, as with one rank
         self._comm, self.launch = comm, launch
         self._flight: LaneSpan | None = None  # in a trace, while somebody records
         self._counts = False  # in the account of what was hidden, until it has landed
@@ -51,7 +52,7 @@ class Pending:
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
         """Around the calls of torch that start the collective, whose works are given to ``works`` inside."""
-        comm, (_, _, kind, where) = self._comm, self.launch
+        comm, (_, _, kind, where), self.works = self._comm, self.launch, ()
         self._flight, span = comm.ranges.launching(kind, where, lane=comm.overlap.measures)
         # The host exchange blocks in its launch, and so does gloo when its buffers are full.
         with comm.observer.standing(self.launch, span):
@@ -69,15 +70,15 @@ class Pending:
         if self._done:
             return
         comm.chaos.delay()
-        with comm.observer.standing(self.launch, comm.ranges.waiting(self._flight)):
-            since = perf_counter()
-            try:
-                for work in self.works:
-                    if work is not None:
+        if self.works is not None:
+            with comm.observer.standing(self.launch, comm.ranges.waiting(self._flight)):
+                since = perf_counter()
+                try:
+                    for work in filter(None, self.works):
                         work.wait()
-            finally:
-                self._stood(since, over=True)
-        self.works, self._done = (), True
+                finally:
+                    self._stood(since, over=True)
+        self.works, self._done = None, True
         comm.ledger.note("wait", self.launch.kind, self.launch.where)
 
     def _stood(self, since: float, over: bool) -> None:
@@ -134,7 +135,7 @@ class Communicator:
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory under a storage of its own, so that views of the alias are told from views of the tensor."""
-        return torch.from_dlpack(tensor)
+        return torch.from_dlpack(to_dlpack(tensor))  # a tensor itself is asked in Python, for 4 µs more
 
     sum_in_rank_order = staticmethod(exact_sum.sum_in_rank_order)
 
@@ -192,23 +193,22 @@ class Communicator:
             numel: elements that each tensor sent stands for, where that is not their extent: quantised ones.
         """
         among = group or self.everybody
+        if among.size == 1:  # nothing travels
+            return self._counted(kind, where, 0, 0, padding, 0, ranks=1, ring=False)
         sent = [q for q in among.peers if send[q].numel()]
         elements = sum(send[q].numel() if numel is None else numel for q in sent)
         node = self.nodes.of(self.rank)
         between = sum(send[q].nbytes for q in sent if self.nodes.of(among.ranks[q]) != node)
         nbytes = sum(send[q].nbytes for q in sent)
-        pending = self._counted(kind, where, elements, nbytes, padding, between, among.size)
-        if among.size == 1:
-            return pending  # nothing travels
+        pending = self._counted(kind, where, elements, nbytes, padding, between, among.size, ring=False)
         # torch is called right here, not by way of helpers (but for gloo with GPU tensors): here it leaves deepzero.
         with pending.launching():
             if self._pairwise:
                 # All sends and receives are under way before any is waited for: nobody waits for a rank that waits.
-                works = [self._torch.isend(send[q], among.ranks[q], tag=pending.launch.tag) for q in sent]
+                tag = pending.launch.tag
+                works = [self._torch.isend(send[q], among.ranks[q], tag=tag) for q in sent]
                 receives = [q for q in reversed(among.peers) if recv[q].numel()]
-                pending.works = works + [
-                    self._torch.irecv(recv[q], among.ranks[q], tag=pending.launch.tag) for q in receives
-                ]
+                pending.works = works + [self._torch.irecv(recv[q], among.ranks[q], tag=tag) for q in receives]
             else:
                 # Our own part stays where it is: it is neither sent nor received.
                 outputs = [t[:0] if q == among.index else t for q, t in enumerate(recv)]
@@ -233,11 +233,13 @@ class Communicator:
         ``padding``, ``group`` and ``numel`` are :meth:`exchange`'s.
         """
         among = group or self.everybody
+        if among.size == 1:
+            return self._counted(kind, where, 0, 0, padding, 0, ranks=1, ring=False)
         part = whole.numel() // among.size
         mine = whole[among.index * part : (among.index + 1) * part]
-        if self._pairwise or among.size == 1:
+        if self._pairwise:
             # Only here is a view of every part needed; thousands of them would cost more than the launch.
-            return self.exchange(kind, [mine] * among.size, whole.split(part), padding, where, group, numel)
+            return self.exchange(kind, [mine] * among.size, whole.chunk(among.size), padding, where, group, numel)
         others = among.size - 1
         elements = others * (mine.numel() if numel is None else numel)
         between = self.nodes.leaving(self.rank, among.ranks) * mine.nbytes
@@ -282,15 +284,7 @@ class Communicator:
         self._broadcast(tensor, src, kind)
 
     def _counted(
-        self,
-        kind: str,
-        where: str,
-        elements: int,
-        nbytes: int,
-        padding: int,
-        between: float,
-        ranks: int,
-        ring: bool = False,
+        self, kind: str, where: str, elements: int, nbytes: int, padding: int, between: float, ranks: int, ring: bool
     ) -> Pending:
         """A collective that is about to be launched: it is in every account before torch is called."""
         self.chaos.delay()

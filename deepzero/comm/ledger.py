@@ -129,11 +129,16 @@ class Ledger:
         This rank sends ``elements`` of bucket ``where``, ``padding`` of them padding, as ``sent_bytes`` on the wire, of
         which ``between_bytes`` leave its node. ``ranks`` and ``ring`` are :class:`Sent`'s, ``what`` is the event's.
         """
-        self.note(what, kind, where, Sent(elements, sent_bytes, between_bytes, ranks, ring))
+        self.note(what, kind, where, Sent(elements, sent_bytes, between_bytes, ranks, ring) if self.trace else None)
         of_step = self.next_step if self._ahead else self.traffic
         account = of_step if self.in_step(kind) else self.between_steps
         entry = account.setdefault(kind, Traffic())
-        entry.add(Traffic(1, elements - padding, padding, sent_bytes, between_bytes))
+        entry.calls += 1
+        entry.elements += elements - padding
+        entry.padding_elements += padding
+        entry.bytes += sent_bytes
+        between = entry.between_node_bytes + between_bytes
+        entry.between_node_bytes = int(between) if float(between).is_integer() else between
 
     def in_step(self, kind: str) -> bool:
         """Whether what is sent now under this name is part of a step."""

@@ -86,7 +86,7 @@ class InflightReduce:
 
     def sent(self) -> list[torch.Tensor]:
         """W views of the send buffer, the shard of every owner."""
-        return list(self.buffers.send[: self.bucket.numel].split(self.bucket.shard_numel))
+        return list(self.buffers.send[: self.bucket.numel].chunk(self.bucket.world_size))
 
 
 # ---- the reducer -----------------------------------------------------------------------------------------------------

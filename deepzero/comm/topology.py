@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -154,12 +155,12 @@ class RankGroup:
     index: int
     handle: dist.ProcessGroup | None
 
-    @property
+    @cached_property
     def size(self) -> int:
         """How many."""
         return len(self.ranks)
 
-    @property
+    @cached_property
     def peers(self) -> list[int]:
         """Places of the others. Each rank begins with its successor: no rank is everybody's first target."""
         return [(self.index + step) % self.size for step in range(1, self.size)]

@@ -222,9 +222,10 @@ class WriteGuard:
         """A parameter that was written, if any; with ``every_element`` no sample is taken, and no device spared."""
         bucket = self.bucket
         params, slots, data_ptr = bucket.params, bucket.layout.slots, bucket.gather.comm.data_ptr
-        for param, version in zip(params, self._versions, strict=True):
-            if param._version != version:
-                return param
+        with torch._C.DisableTorchFunctionSubclass():  # as in ``snapshot``
+            for param, version in zip(params, self._versions, strict=True):
+                if param._version != version:
+                    return param
         if bucket.shown:
             itemsize = bucket.gathered.itemsize
             start = data_ptr(bucket.gathered) - bucket.layout.offset * itemsize
@@ -239,9 +240,9 @@ class WriteGuard:
     def _written_through_data(self, step: int) -> ZeroParameter | None:
         bucket, mine = self.bucket, self._shard_within()
         shard = bucket.shard.to(mine.device)  # one in host memory is copied
+        expected = shard[::step] if self._samples is None else self._samples
         # Bits are compared: a NaN equals itself, and -0.0 is not 0.0.
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[mine.itemsize]
-        expected = shard[::step] if self._samples is None else self._samples
         if torch.equal(mine[::step].view(bits), expected.view(bits)):
             return None
         if self._samples is None:  # the first element that differs names the parameter
@@ -258,8 +259,8 @@ class WriteGuard:
             raise write_lost(param, "would be lost")
 
     def _shard_within(self) -> torch.Tensor:
-        bucket = self.bucket
-        return bucket.gathered.split(bucket.layout.shard_numel)[bucket.gather.comm.rank]
+        start, numel = self.bucket.gather.comm.rank * self.bucket.layout.shard_numel, self.bucket.layout.shard_numel
+        return self.bucket.gathered[start : start + numel]
 
 
 def write_lost(param: ZeroParameter, verb: str) -> PartitionedUseError:

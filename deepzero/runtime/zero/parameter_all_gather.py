@@ -51,6 +51,8 @@ class PlainAllGather:
 
     # Whether the shard lies in host memory.
     on_host = False
+    # The W messages of the gather under way.
+    _messages = torch.empty(0)
 
     # qwZ: how many bytes the messages take, beside the bucket's own buffer, while they are on their way.
     quantizer: Quantizer | None = None
@@ -69,8 +71,6 @@ class PlainAllGather:
         # Counted apart in the ledger: elements of a message that belong to no parameter, times the ranks it goes to.
         self._padding = (comm.world_size - 1) * layout.padding_of(comm.rank)
         self._pending: Pending | None = None
-        # The W messages of the gather under way.
-        self._messages = torch.empty(0)
 
     @property
     def quantizes(self) -> bool:
@@ -88,10 +88,11 @@ class PlainAllGather:
         ``kind`` is the ledger's name for it.
         """
         # In place: this rank's message lies where the all-gather expects it, and the others' arrive beside it.
-        messages, rank, world = self.receive_into(into.gathered), self.comm.rank, self.comm.world_size
+        gathered, rank, world = into.gathered, self.comm.rank, self.comm.world_size
+        messages, place = self.receive_into(gathered), shard_of(gathered, rank, world)
         # A shard in host memory is copied to where its values will be read.
-        with self.source.fetch_shard(kind, into.shard, shard_of(into.gathered, rank, world)) as values:
-            self.make_message(values, shard_of(messages, rank, world))
+        with self.source.fetch_shard(kind, into.shard, place) as values:
+            self.make_message(values, place if messages is gathered else shard_of(messages, rank, world))
             # Inside the context: on a GPU it is ordered behind the source's copy, on the copy's stream.
             numel = self.layout.shard_numel
             self._pending = self.comm.all_gather(kind, messages, self._padding, self.where, numel=numel)
@@ -118,7 +119,7 @@ class PlainAllGather:
     def finish(self) -> None:
         """Wait until the bucket is complete, for the current stream. Harmless when it was already."""
         self.arrive()
-        self._messages = torch.empty(0)  # a view kept here would keep the pool from reusing the buffer
+        self._messages = PlainAllGather._messages  # a view kept here would keep the pool from reusing the buffer
 
     def unquantized(self) -> PlainAllGather:
         """What takes this one's place, hpZ's too, when values are quantised no more; nothing is under way."""

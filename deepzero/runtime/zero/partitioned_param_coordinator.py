@@ -33,6 +33,7 @@ from deepzero.runtime.zero.guards import PartitionedUseError
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, EVALUATION, FORWARD, ON_REQUEST, ON_REQUEST_BROADCAST
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
+from deepzero.utils.dispatch import outliving_pass
 from deepzero.utils.storage import storage_ptr_of
 
 log = logging.getLogger(__name__)
@@ -194,6 +195,7 @@ class PartitionedParameterCoordinator:
         if trace is not self._trace:
             self._trace, self.current = trace, frozenset()
 
+    @outliving_pass()
     def fetch_sub_module(
         self, keys: tuple[int, ...], where: str, on_demand: bool = False, show_params: bool = True
     ) -> None:
