@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils.dlpack import to_dlpack
 
 from deepzero.comm import exact_sum, flight_recorder, process_group
 from deepzero.comm.chaos import Chaos
@@ -135,7 +134,7 @@ class Communicator:
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory under a storage of its own, so that views of the alias are told from views of the tensor."""
-        return torch.from_dlpack(to_dlpack(tensor))  # a tensor itself is asked in Python, for 4 µs more
+        return torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))  # without: 4 µs more
 
     sum_in_rank_order = staticmethod(exact_sum.sum_in_rank_order)
 

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from deepzero import device
-from deepzero.comm import collectives, flight_recorder
+from deepzero.comm import flight_recorder
 from deepzero.comm.collectives import ALL_GATHER, REDUCE_SCATTER
 from deepzero.comm.happens_before import Agent, FreedInUse, Machine, MixedDevices, Race, StreamFault, place_of, stack
 from deepzero.utils.exit_hooks import before_the_end
@@ -389,7 +389,7 @@ def _interposed(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
     yield torch, "frombuffer", borrowing(torch.frombuffer)
     yield torch, "from_numpy", borrowing(torch.from_numpy)
     yield torch, "from_dlpack", from_dlpack
-    yield collectives, "to_dlpack", lambda tensor: tensor  # a capsule would not tell whose memory it has
+    yield torch.utils.dlpack, "to_dlpack", lambda tensor: tensor  # a capsule would not tell whose memory it has
 
     def resize_(storage: Any, nbytes: int, resize: Any = torch.UntypedStorage.resize_) -> Any:
         if (memory := machine.memories.get(storage._cdata)) is not None:

@@ -147,8 +147,7 @@ class BufferPool:
         if shard is not None:
             return self._alias(shard)
         fitting = [b for b in self._free if b.numel() == numel or (b.numel() > numel and not self._exact_fit)]
-        usable = [b for b in fitting if self.is_alone(b)]
-        if usable:
+        if usable := [b for b in fitting if self.is_alone(b)]:
             buffer = min(usable, key=torch.Tensor.numel)
             # By identity: ``remove`` would compare elements.
             self._free = [b for b in self._free if b is not buffer]
@@ -332,6 +331,5 @@ def return_freed_memory() -> None:
     a model of 3 GB took 0.9 GB more than its shard on some ranks. Other C libraries, and systems, have no such call.
     """
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
+        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
             trim(0)

@@ -254,8 +254,7 @@ class WriteGuard:
 
     def check(self, every_element: bool = False) -> None:
         """Raise a :class:`PartitionedUseError` if something was :meth:`written`."""
-        param = self.written(every_element)
-        if param is not None:
+        if (param := self.written(every_element)) is not None:
             raise write_lost(param, "would be lost")
 
     def _shard_within(self) -> torch.Tensor:

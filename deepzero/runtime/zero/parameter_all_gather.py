@@ -94,8 +94,9 @@ class PlainAllGather:
         with self.source.fetch_shard(kind, into.shard, place) as values:
             self.make_message(values, place if messages is gathered else shard_of(messages, rank, world))
             # Inside the context: on a GPU it is ordered behind the source's copy, on the copy's stream.
-            numel = self.layout.shard_numel
-            self._pending = self.comm.all_gather(kind, messages, self._padding, self.where, numel=numel)
+            self._pending = self.comm.all_gather(
+                kind, messages, self._padding, self.where, numel=self.layout.shard_numel
+            )
 
     def make_message(self, values: torch.Tensor, message: torch.Tensor) -> None:
         """Make this rank's message of its shard's values."""
@@ -182,8 +183,7 @@ def send_to_replicas(buckets: Iterable[PartitionedBucket]) -> None:
         gather.release_message()
 
     for bucket in buckets:
-        pending = bucket.gather.launch_to_replicas(bucket)
-        if pending is not None:
+        if (pending := bucket.gather.launch_to_replicas(bucket)) is not None:
             under_way.append((bucket.gather, pending))
         if len(under_way) == 2:
             finish()

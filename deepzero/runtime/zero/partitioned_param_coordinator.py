@@ -276,8 +276,8 @@ class PartitionedParameterCoordinator:
         # A use on demand that the plan does not have may need room that the plan did not leave.
         limit = self._recording_numel if planned is None else self.limits.max_live_parameters
         total = self.live_numel + sum(self.bucket_numels[key] for key in keys if key not in self.live)
-        idle = [key for key in self.live if key not in keys] if total > limit else []  # with one rank all are live
-        for key in idle:
+        # Not looked through for nothing: with one rank all are live.
+        for key in [key for key in self.live if key not in keys] if total > limit else ():
             if total <= limit:
                 break
             total -= self.bucket_numels[key]
@@ -320,8 +320,7 @@ class PartitionedParameterCoordinator:
 
         With ``simulate`` the buffers that the plans take are found out too; that costs several passes over them.
         """
-        plans = self.plans()
-        if not plans:
+        if not (plans := self.plans()):
             return
         if simulate:
             self.pool.expect(plans)
