@@ -96,8 +96,7 @@ class Bucket:
     def shard_of(self, shard: torch.Tensor, start: int = 0) -> torch.Tensor:
         """This bucket's elements of a rank's ``master_S`` or ``grad_S``, as a view; ``shard`` begins at ``start``."""
         # Where the first buckets' parts are in host memory, the device has the end of the shard alone.
-        first = self.shard_offset - start
-        return shard[first : first + self.shard_numel]
+        return shard[self.shard_offset - start : self.shard_offset - start + self.shard_numel]
 
     def part_start(self, rank: int) -> int:
         """Start of ``rank``'s part in ``flat_P``."""

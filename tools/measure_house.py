@@ -28,7 +28,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1681, 1150),
     "deepzero/comm": (4349, 2720),
     "deepzero/runtime": (4540, 3050),
-    "deepzero/runtime/zero": (5936, 4550),
+    "deepzero/runtime/zero": (5934, 4550),
     "deepzero/offload": (3571, 2500),
     "deepzero/checkpoint": (3698, 2610),
     "deepzero/launch": (725, 650),

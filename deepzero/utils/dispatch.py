@@ -32,10 +32,9 @@ class outliving_pass(ContextDecorator):
     """
 
     def _recreate_cm(self) -> AbstractContextManager[Any]:  # type: ignore[override]
-        # In a backward pass, and within another such function, nothing has to change.
-        if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
-            return _NOTHING
-        return outliving_pass()  # each call has its own memory of what was before
+        # Nothing has to change in a backward pass, nor within another such function. Each call notes what was before.
+        changes = torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+        return outliving_pass() if changes else _NOTHING
 
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
