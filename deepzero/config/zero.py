@@ -161,7 +161,7 @@ class ZeroConfig(Section):
     """Stage 1 only: false reduces with an all-reduce, as DeepSpeed's first release did, at 1.5 times the elements."""
     stage3_prefetch_bucket_size: NotNegative = 50_000_000
     """Stage 3: fetch ahead until so many elements are gathered and not yet used; 0: never. A small model is cut into
-    small buckets, and then so many are limited to its largest size; see ``partition_plan.fetch_limits``."""
+    small buckets, and then so many are limited to its largest size; see ``partition_plan.limit_lookahead``."""
     stage3_max_live_parameters: Numel = 1_000_000_000
     """Stage 3: at most this many elements are gathered at any time. A module that needs more at once gets it, with a
     warning."""

@@ -2,7 +2,7 @@
 
 The model, the engine, the stage, the coordinator, the buckets, the offload: all of it is the code that trains. Tensors
 are on the meta device, the other ranks are not there (``DryRunCommunicator``), and the ledger keeps every event. In
-stage 3 the first step records the trace, as always, and what is compiled from it is the :class:`FetchPlan` that the
+stage 3 the first step records the trace, as always, and what is compiled from it is the :data:`FetchPlan` that the
 second step executes: what comes out of here is that object itself, and a real engine can be given it (:func:`follow`).
 
 What cannot be run dry is a model whose path depends on values (experts that are chosen by the data), because the meta
@@ -35,9 +35,9 @@ from deepzero.planning.op_cost import OpCost, WorkMeter, fused_attention, nothin
 from deepzero.profiling.step_recorder import StepRecorder
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.pytree import scalar_loss
-from deepzero.runtime.zero.fetch_plan import FetchPlan
 from deepzero.runtime.zero.parameter_all_gather import TO_REPLICAS
 from deepzero.runtime.zero.partition_parameters import Init
+from deepzero.runtime.zero.partitioned_param_coordinator import ModuleTrace
 from deepzero.runtime.zero.stage3 import ZeroStage3
 
 STEPS = 2  # the first records, the second follows the plan; all later ones are like the second
@@ -79,7 +79,7 @@ class DryRunResult:
     events: list[Event]  # of the last step, in order; `at` counts ops, see :attr:`work`
     recording: list[Event]  # of the first step
     work: list[OpCost]  # of the last step: ops, numbered as the events count them
-    plan: FetchPlan | None  # stage 3: what the last step followed
+    trace: ModuleTrace | None  # stage 3: training's, with the plan that the last step followed
     memory: dict[str, int]  # bytes of model state and buffers by category: the ledger's closed forms
     held: dict[str, int]  # the same as counted in the rehearsal: the most that was held of each
     peak_bytes: int
@@ -157,8 +157,8 @@ def dry_run(
         return _result(engine, meter, recording, arrived, recorder)
 
 
-def follow(engine: DeepSpeedEngine, plan: FetchPlan) -> None:
-    """Let a stage-3 engine follow a rehearsed plan from its first step on: nothing has to be recorded.
+def follow(engine: DeepSpeedEngine, rehearsed: ModuleTrace) -> None:
+    """Let a stage-3 engine follow a rehearsed trace's plan from its first step on: nothing has to be recorded.
 
     Raises:
         ConfigError: the engine is of another stage, is cut into other buckets than the plan is about, or has other
@@ -166,15 +166,15 @@ def follow(engine: DeepSpeedEngine, plan: FetchPlan) -> None:
     """
     if not isinstance(stage := engine.stage, ZeroStage3):
         raise ConfigError(f"zero.stage={engine.config.zero.stage}: only stage 3 follows a plan of fetches")
-    if (numel := stage.coordinator.bucket_numels) != (before := plan.bucket_numels):
+    if (numel := stage.coordinator.bucket_numels) != (before := rehearsed.bucket_numels):
         raise ConfigError(
             f"the plan is about {len(before)} buckets of {sum(before.values()):,} elements, and this engine "
             f"has {len(numel)} of {sum(numel.values()):,}; rehearse with the same model, settings and number of ranks"
         )
-    if (limits := stage.coordinator.limits) != plan.limits:
-        what = f"the plan keeps to {plan.limits}, and this engine to {limits}"
-        raise ConfigError(f"{what}; rehearse with the same settings")
-    stage.coordinator.follow(plan)
+    for name in ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance", "stage3_max_live_parameters"):
+        if (here := getattr(stage.coordinator.limits, name)) != (there := getattr(rehearsed.limits, name)):
+            raise ConfigError(f"the plan has {name}={there}, this engine {here}; rehearse with the same settings")
+    stage.coordinator.follow(rehearsed.plan or ())
 
 
 def _without_side_effects(config: EngineConfig) -> EngineConfig:
@@ -291,7 +291,7 @@ def _result(
         events=ledger.events,
         recording=recording,
         work=meter.work,
-        plan=stage3.training.plan if stage3 is not None else None,
+        trace=stage3.training if stage3 is not None else None,
         memory=dict(ledger.predicted_memory),
         held=dict(ledger.held),
         # The host's memory is one arena, a file is one too; on the meta device, too, and there all the time.

@@ -55,7 +55,7 @@ from deepzero.offload.optimizer_offload import GRADIENTS, MOMENTS, STAGING, Host
 from deepzero.placement import GroupPlan
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import EXPONENT_BINS
-from deepzero.runtime.zero.fetch_plan import FetchLimits, FetchPlan, ModuleUse
+from deepzero.runtime.zero.fetch_plan import FetchPlan, ModuleUse
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD, TO_REPLICAS, send_to_replicas
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -329,7 +329,7 @@ def expected(buckets: Sequence[PartitionedBucket], micro_batches: int) -> dict[s
     """One step's traffic without a plan: every bucket forward and backward in every micro-batch."""
     passes = (False, True) * micro_batches
     uses = [ModuleUse((b.key,), backward, "", fetch=(b.key,)) for backward in passes for b in buckets]
-    return planned(buckets, FetchPlan(tuple(uses), {}, FetchLimits(0, 0, 0)))[0] if buckets else {}
+    return planned(buckets, tuple(uses))[0] if buckets else {}
 
 
 def planned(buckets: Sequence[PartitionedBucket], plan: FetchPlan) -> tuple[dict[str, Traffic], int]:
@@ -340,7 +340,7 @@ def planned(buckets: Sequence[PartitionedBucket], plan: FetchPlan) -> tuple[dict
     flying: set[int] = set()
     # A publication to replicas has at most two buffers for quantised messages under way.
     most_flying = min(2, sum(bucket.gather.quantizes and bucket.gather.mics for bucket in buckets))
-    for use in plan.uses:
+    for use in plan:
         flying |= {key for key, _ in use.launches}
         most_flying = max(most_flying, sum(buckets[key].gather.quantizes for key in flying))
         flying -= set(use.keys)

@@ -312,6 +312,6 @@ def test_another_order_is_recorded_anew(rank, world):
         step_on(engine, batch(step, rank))
     coordinator = engine.stage.coordinator
     plan = coordinator.training.plan
-    completed = [key for use in plan.uses if use.backward for key in use.completes]
-    assert sorted(completed) == sorted(plan.bucket_numels)  # each bucket's gradients, once
+    completed = [key for use in plan if use.backward for key in use.completes]
+    assert sorted(completed) == sorted(coordinator.bucket_numels)  # each bucket's gradients, once
     assert (coordinator.training.dropped, coordinator.training.plan is not None) == (1, True)

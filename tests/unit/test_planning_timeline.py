@@ -121,7 +121,7 @@ def step_of(events, ops, **changes):
     """Op n moves ``ops[n]`` bytes, of which the device moves 10 a second."""
     made = DryRunResult(
         rank=0, nodes=Nodes(2, 2), device_type="cuda", stage=3, model_numel=100, events=events, recording=[],
-        work=[OpCost(0, moved, "function") for moved in ops], plan=None, memory={"parameters": 100, "gradients": 40},
+        work=[OpCost(0, moved, "function") for moved in ops], trace=None, memory={"parameters": 100, "gradients": 40},
         held={"parameters": 100}, peak_bytes=300, traffic={},
         predicted={GATHER: Traffic(2, 100, 0, 200)}, host_bytes=0, trail=[launched(e) for e in events],
         gradients=[], points=[], fetched={"bucket 0": "wte", "bucket 1": "blocks.0"},

@@ -22,7 +22,7 @@ from deepzero.planning.clusters import AZURE_NC24R, DGX_2H, H100_HDR, RANKS
 from deepzero.runtime.consistency import AGREEMENT
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.memory_model import Elements, StateSizes, predicted_memory, predicted_traffic, reduction_traffic
-from deepzero.runtime.zero.fetch_plan import FetchLimits, ModuleUse, compile_plan
+from deepzero.runtime.zero.fetch_plan import ModuleUse, compile_plan
 from deepzero.runtime.zero.parameter_all_gather import FORWARD
 from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER, get_data_parallel_partitions
 from tests.unit import test_docs
@@ -418,7 +418,7 @@ def test_more_than_one_layer_is_there_at_a_time():
     uses, most = [ModuleUse((layer,), backward=False, where="") for layer in range(3)], {}
     for name, prefetch in (("without", 0), ("with", 8)):
         live, most[name] = set(), 0
-        for use in compile_plan(uses, dict.fromkeys(range(3), 8), FetchLimits(prefetch, 0, 24)).uses:
+        for use in compile_plan(uses, dict.fromkeys(range(3), 8), prefetch, 0, max_live_numel=24):
             live = (live - set(use.release)) | set(use.fetch) | {key for key, _ in use.prefetch}
             most[name] = max(most[name], 8 * len(live))
     assert most == {"without": 8, "with": 16}
@@ -426,5 +426,5 @@ def test_more_than_one_layer_is_there_at_a_time():
 
 def test_gathers_overlap_by_prefetching():
     """``overlap_comm`` is no argument of the plan that says which gather travels behind which module."""
-    assert {f.name for f in dataclasses.fields(FetchLimits)} == {"prefetch_numel", "reuse_numel", "max_live_parameters"}
+    assert [*compile_plan.__annotations__][2:-1] == ["prefetch_numel", "reuse_numel", "max_live_numel"]
     assert "all_gather" in FORWARD

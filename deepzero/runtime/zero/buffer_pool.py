@@ -231,7 +231,7 @@ class BufferPool:
 
     def expect(self, plans: Sequence[FetchPlan]) -> None:
         """From now on steps follow these plans, in any order."""
-        steps = [self._held_uses(plan.uses) for plan in plans]
+        steps = [self._held_uses(plan) for plan in plans]
         self._sizes = stable_sizes(steps, self.bucket_numels) if self.reuses else []
         if sum(self._sizes) > self._most_allowed:
             # So tight that buffers are made for each size anew: then no more is held than is gathered.

@@ -6,7 +6,8 @@ needed at the same moment: those of a module's parameters in the forward pass, o
 backward pass. A use that needs nothing beyond the one before it is not listed: ten modules in one bucket are one use.
 
 Source: ``fetch_sub_module`` and ``__params_to_release`` in ``partitioned_param_coordinator.py`` of [DeepSpeed], for the
-meaning of the three limits.
+meaning of the three limits, which are ``stage3_prefetch_bucket_size``, ``stage3_max_reuse_distance`` (both limited once
+more by ``partition_plan.py:limit_lookahead``) and ``stage3_max_live_parameters``.
 """
 
 from __future__ import annotations
@@ -15,18 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 NEVER = 1 << 62
-
-
-@dataclass(frozen=True)
-class FetchLimits:
-    """All in elements."""
-
-    prefetch_numel: int
-    """``stage3_prefetch_bucket_size``: fetch ahead until so much is launched and not yet used."""
-    reuse_numel: int
-    """``stage3_max_reuse_distance``: what is used again within so many elements of other parameters is kept."""
-    max_live_parameters: int
-    """``stage3_max_live_parameters``: how much may be gathered at any time, fetches under way included."""
 
 
 @dataclass
@@ -60,22 +49,18 @@ class ModuleUse:
         return [*((key, self.backward) for key in self.fetch), *self.prefetch]
 
 
-@dataclass(frozen=True)
-class FetchPlan:
-    """One optimizer step, or one evaluation's forward pass. The coordinator executes this object."""
-
-    uses: tuple[ModuleUse, ...]
-    bucket_numels: dict[int, int]
-    """Elements that each bucket takes while it is gathered, padding included; 0 where its shard is the whole."""
-    limits: FetchLimits
+FetchPlan = tuple[ModuleUse, ...]
+"""One optimizer step, or one evaluation's forward pass, use by use. The coordinator executes this object."""
 
 
-def compile_plan(trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: FetchLimits) -> FetchPlan:
+def compile_plan(
+    trace: Sequence[ModuleUse], numel: Mapping[int, int], prefetch_numel: int, reuse_numel: int, max_live_numel: int
+) -> FetchPlan:
     """The plan for a trace: what is released, fetched and prefetched at each of its uses.
 
     release   what is not needed soon: no further use in the trace, or more than ``reuse_numel`` elements of other
               parameters in between. A bucket whose gradients are not complete yet, and that the same backward pass will
-              use again, stays. When ``max_live_parameters`` would be exceeded, what is needed last goes first.
+              use again, stays. When ``max_live_numel`` would be exceeded, what is needed last goes first.
     fetch     what this use needs and is not there.
     prefetch  what the next uses need, in their order, until ``prefetch_numel`` elements are fetched and not yet used.
 
@@ -83,8 +68,8 @@ def compile_plan(trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: F
         >>> uses = [ModuleUse((i,), backward=False, where="") for i in (0, 1, 2)]
         >>> uses += [ModuleUse((i,), backward=True, where="") for i in (2, 1, 0)]
         >>> # bucket 2 is used last forward and first backward: one use
-        >>> plan = compile_plan(uses[:3] + uses[4:], {0: 8, 1: 8, 2: 8}, FetchLimits(8, 8, 24))
-        >>> [(use.release, use.fetch, [key for key, _ in use.prefetch]) for use in plan.uses]
+        >>> plan = compile_plan(uses[:3] + uses[4:], {0: 8, 1: 8, 2: 8}, 8, 8, max_live_numel=24)
+        >>> [(use.release, use.fetch, [key for key, _ in use.prefetch]) for use in plan]
         [((), (0,), [1]), ((0,), (), [2]), ((), (), [0]), ((2,), (), []), ((1,), (), [])]
     """
     # What is gathered, or on its way, when the walk stands at a use, and what of it is not used yet. Both are equal on
@@ -108,12 +93,12 @@ def compile_plan(trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: F
         # not depend on a set's order, which differs between processes.
         idle = {key: next_use(key, position) for key in sorted(live - set(use.keys))}
         # A prefetch stays until its use: else it would travel twice.
-        chosen = [k for k in idle if k not in ahead and _is_far(k, trace, position, idle[k], numel, limits.reuse_numel)]
+        chosen = [k for k in idle if k not in ahead and _is_far(k, trace, position, idle[k], numel, reuse_numel)]
         # Above the limit, what is used last goes first, prefetched or not. What this use needs is never released, so a
         # single module that is larger than the limit is gathered all the same.
         kept = sorted(idle.keys() - chosen, key=lambda key: (idle[key], key))
         total = sum(numel[key] for key in (*use.keys, *kept))
-        while kept and total > limits.max_live_parameters:
+        while kept and total > max_live_numel:
             chosen.append(kept.pop())
             total -= numel[chosen[-1]]
         return chosen
@@ -127,7 +112,7 @@ def compile_plan(trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: F
             for key in (key for key in use.keys if key not in live):
                 # The first that does not fit ends the search: a smaller one behind it would take the room, and the
                 # order of collectives would no longer be that of the uses.
-                if waiting >= limits.prefetch_numel or held + numel[key] > limits.max_live_parameters:
+                if waiting >= prefetch_numel or held + numel[key] > max_live_numel:
                     return chosen
                 chosen.append((key, use.backward))
                 live.add(key)
@@ -145,7 +130,7 @@ def compile_plan(trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: F
         live.update(fetch)
         # Prefetch last: it travels while this use computes.
         plan.append(replace(use, release=release, fetch=fetch, prefetch=tuple(to_prefetch(position))))
-    return FetchPlan(tuple(plan), dict(numel), limits)
+    return tuple(plan)
 
 
 def _is_far(

@@ -325,7 +325,7 @@ class OverlappedZeroStage3(ZeroStage3):
         self._ahead = []
         super().end_passes()
         plan, buckets = self.coordinator.training.plan, self.coordinator.buckets
-        launches = [buckets[key] for key, _ in plan.uses[0].launches] if plan is not None else []
+        launches = [buckets[key] for key, _ in plan[0].launches] if plan is not None else []
         # All is released but what the program holds gathered.
         first = list(itertools.takewhile(may_go_ahead, launches))
         if first != self._first:  # the plan is new

@@ -1,12 +1,13 @@
 """Step 0 of stage 3, before a tensor moves: what is partitioned, over which buckets, and how these will travel.
 
 In the order of the build: :func:`plan_partitioning` groups the parameters and cuts the groups into buckets ·
-:func:`fetch_limits` says how much of them may be gathered · :func:`gather_builders` chooses between the strategies of
-``zeropp.py``, for trained and for frozen parameters. ``stage3.py:partition_model`` does what is planned.
+:func:`limit_lookahead` says how much of them may be gathered · :func:`gather_builders` chooses between the strategies
+of ``zeropp.py``, for trained and for frozen parameters. ``stage3.py:partition_model`` does what is planned.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
@@ -20,7 +21,6 @@ from deepzero.layout import FlatLayout, bucket_limit
 from deepzero.placement import GroupPlan
 from deepzero.runtime.per_tensor import plan_group
 from deepzero.runtime.zero.buffer_pool import BufferPool
-from deepzero.runtime.zero.fetch_plan import FetchLimits
 from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
 from deepzero.runtime.zero.zeropp import build_all_gather, build_quantizer
 
@@ -71,7 +71,7 @@ def plan_partitioning(
     return groups, max(limit, world_size * sum(sizes))
 
 
-def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
+def limit_lookahead(config: ZeroConfig, limit: int) -> ZeroConfig:
     """DeepSpeed's three numbers, for buckets of at most ``limit`` elements, or of one larger parameter.
 
     They are upper limits, with defaults (5e7, 1e9, 1e9) that are made for models of many billions: taken literally, a
@@ -79,10 +79,10 @@ def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
     and keeping are limited to ``limit``: a bucket's largest size (``layout.py:bucket_limit``), or for groups that are
     laid out per tensor a row of buckets.
     """
-    return FetchLimits(
-        prefetch_numel=min(config.stage3_prefetch_bucket_size, limit),
-        reuse_numel=min(config.stage3_max_reuse_distance, limit),
-        max_live_parameters=config.stage3_max_live_parameters,
+    return dataclasses.replace(
+        config,
+        stage3_prefetch_bucket_size=min(config.stage3_prefetch_bucket_size, limit),
+        stage3_max_reuse_distance=min(config.stage3_max_reuse_distance, limit),
     )
 
 

@@ -27,8 +27,9 @@ from contextlib import nullcontext
 import torch
 
 from deepzero.comm.collectives import Communicator
+from deepzero.config.zero import ZeroConfig
 from deepzero.runtime.zero.buffer_pool import BufferPool
-from deepzero.runtime.zero.fetch_plan import FetchLimits, FetchPlan, ModuleUse, compile_plan
+from deepzero.runtime.zero.fetch_plan import FetchPlan, ModuleUse, compile_plan
 from deepzero.runtime.zero.guards import PartitionedUseError
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, EVALUATION, FORWARD, ON_REQUEST, ON_REQUEST_BROADCAST
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
@@ -54,7 +55,7 @@ WARN_AFTER_DROPS = 10
 class ModuleTrace:
     """The uses of one optimizer step, or of one evaluation (``what``), in order; complete, the next one's plan."""
 
-    def __init__(self, what: str, bucket_numels: dict[int, int], limits: FetchLimits, is_rank0: bool) -> None:
+    def __init__(self, what: str, bucket_numels: dict[int, int], limits: ZeroConfig, is_rank0: bool) -> None:
         self.what, self.bucket_numels, self.limits, self.is_rank0 = what, bucket_numels, limits, is_rank0
         self._recorded: list[ModuleUse] = []
         # None while the order is recorded.
@@ -68,7 +69,7 @@ class ModuleTrace:
         following = self.position + 1
         if self.plan is not None:
             # A use on demand is noticed only where the bucket is not there: this time it may be missing.
-            uses, position = self.plan.uses, following
+            uses, position = self.plan, following
             while position < len(uses) and uses[position].keys != use.keys and uses[position].on_demand:
                 position += 1
             if position < len(uses) and uses[position].keys == use.keys:
@@ -84,7 +85,7 @@ class ModuleTrace:
 
     def _drop(self, plan: FetchPlan, following: int, where: str) -> None:
         if self.dropped == 0 and self.is_rank0:
-            expected = plan.uses[following].where if following < len(plan.uses) else "the end"
+            expected = plan[following].where if following < len(plan) else "the end"
             log.warning(
                 "%s: the order of modules changed at %s (before: %s); recording it anew", self.what, where, expected
             )
@@ -95,7 +96,7 @@ class ModuleTrace:
                 self.what, WARN_AFTER_DROPS,
             )  # fmt: skip
         # What came before is as it was recorded, so only the rest is recorded anew.
-        self._recorded, self.plan = list(plan.uses[:following]), None
+        self._recorded, self.plan = list(plan[:following]), None
 
     def completed(self, key: int) -> None:
         """All gradients of a bucket are there: from now on it need not stay gathered for them."""
@@ -106,10 +107,14 @@ class ModuleTrace:
         """Compile what was recorded, if anything; the next use is the first again. Returns whether the plan is new."""
         before, end = self.plan, self.position + 1
         # What ended early drops the plan, and makes another of what came.
-        if self.plan is not None and not all(use.on_demand for use in self.plan.uses[end:]):
+        if self.plan is not None and not all(use.on_demand for use in self.plan[end:]):
             self._drop(self.plan, end, "the end")
         if self.plan is None and self._recorded:
-            self.plan = compile_plan(self._recorded, self.bucket_numels, self.limits)
+            limits = self.limits
+            self.plan = compile_plan(
+                self._recorded, self.bucket_numels, limits.stage3_prefetch_bucket_size,
+                limits.stage3_max_reuse_distance, limits.stage3_max_live_parameters,
+            )  # fmt: skip
         self.position = -1
         return self.plan is not before
 
@@ -123,13 +128,14 @@ class PartitionedParameterCoordinator:
     """Fetches and releases buckets along the trace.
 
     A bucket's position in ``buckets`` is its key. Gathered buckets lie in the first of ``pools``, quantised messages
-    (qwZ) in the second. While nothing is known about the order, ``recording_numel`` elements are held.
+    (qwZ) in the second. ``limits`` are :func:`limit_lookahead`'s. While nothing is known about the order,
+    ``recording_numel`` elements are held.
     """
 
     def __init__(
         self,
         buckets: Sequence[PartitionedBucket],
-        limits: FetchLimits,
+        limits: ZeroConfig,
         recording_numel: int,
         comm: Communicator,
         pools: Sequence[BufferPool],
@@ -138,7 +144,7 @@ class PartitionedParameterCoordinator:
         comm.ledger.untracked_kinds |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST}
         # Called when plans, or the ways in which buckets travel, are new; the memory model predicts from them.
         self.on_plan: Callable[[], None] = lambda: None
-        self._recording_numel = min(recording_numel, limits.max_live_parameters)
+        self._recording_numel = min(recording_numel, limits.stage3_max_live_parameters)
         # Elements that a gathered bucket takes, padding included. With one rank none, so no limit releases it early.
         self.bucket_numels = {bucket.key: 0 if bucket.shard_is_buffer else bucket.layout.numel for bucket in buckets}
         self.training, self.evaluation = (
@@ -274,7 +280,7 @@ class PartitionedParameterCoordinator:
         for key in (planned or NOTHING_PLANNED).release:
             self.pool.released(key, self._release(key))  # True: no view of it is held
         # A use on demand that the plan does not have may need room that the plan did not leave.
-        limit = self._recording_numel if planned is None else self.limits.max_live_parameters
+        limit = self._recording_numel if planned is None else self.limits.stage3_max_live_parameters
         total = self.live_numel + sum(self.bucket_numels[key] for key in keys if key not in self.live)
         # Not looked through for nothing: with one rank all are live.
         for key in [key for key in self.live if key not in keys] if total > limit else ():
@@ -398,10 +404,10 @@ class PartitionedParameterCoordinator:
         """A bucket is on its way, or here: it counts until it is released."""
         self.live_numel += self.bucket_numels[key]
         # More than the limit, and never before.
-        if self.live_numel > self.limits.max_live_parameters >= self.max_live_numel and self.comm.rank == 0:
+        if self.live_numel > self.limits.stage3_max_live_parameters >= self.max_live_numel and self.comm.rank == 0:
             log.warning(
                 "%s needs %d gathered elements at once, more than stage3_max_live_parameters=%d (said once)",
-                where, self.live_numel, self.limits.max_live_parameters,
+                where, self.live_numel, self.limits.stage3_max_live_parameters,
             )  # fmt: skip
         self.max_live_numel = max(self.max_live_numel, self.live_numel)
         self.live[key] = None

@@ -58,7 +58,7 @@ from deepzero.runtime.zero.partition_parameters import (
     as_zero_parameter,
     unpartition,
 )
-from deepzero.runtime.zero.partition_plan import build_pool, fetch_limits, gather_builders, is_real
+from deepzero.runtime.zero.partition_plan import build_pool, gather_builders, is_real, limit_lookahead
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket, renew_copies
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage_1_and_2 import (
@@ -121,7 +121,7 @@ def partition_model(
             groups.append(ParamGroup(labels, group, dtype, comm, allocate))
     # While the order of modules is recorded, room for two buckets: the one in use and the next.
     largest = max((bucket.layout.numel for bucket in buckets), default=0)
-    limits, pools = fetch_limits(config, limit), [pool, *messages]
+    limits, pools = limit_lookahead(config, limit), [pool, *messages]
     coordinator = PartitionedParameterCoordinator(buckets, limits, 2 * largest, comm, pools)
     # MiCS, and frozen parameters under hpZ: the first gather finds its secondary shards already.
     send_to_replicas(buckets)
