@@ -52,7 +52,7 @@ class DeepSpeedEngine(EngineGetters):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig, lr_scheduler: Any = None,
         total_steps: int | None = None, comm: Communicator | None = None,
     ) -> None:  # fmt: skip
-        in_order = [list(map(id, group["params"])) for group in optimizer.param_groups]  # before it holds fragments
+        in_order = [list(group["params"]) for group in optimizer.param_groups]  # before it holds fragments
         # What is frozen here is so for as long as this engine lives, whether it is destroyed or forgotten.
         self.frozen_parameters = FrozenParameters(model, optimizer)
         weakref.finalize(self, self.frozen_parameters.thaw).atexit = False

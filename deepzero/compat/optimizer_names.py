@@ -120,18 +120,18 @@ def _averaged_gradients(engine: Engine) -> dict[int, list[torch.Tensor]]:
 
     There is one for each trained parameter, in the group's order, without elements where this rank owns none.
     """
-    gradients, shard, means = engine.zero.stage.gradients, engine.zero.optimizer_shard, dict[int, torch.Tensor]()
+    gradients, shard, means = engine.zero.stage.gradients, engine.zero.optimizer_shard, dict[Any, torch.Tensor]()
     if not gradients.reduced:
         return {}
     gradients.drain()
     divisor, dtype = engine.comm.world_size * engine.batch.accumulation, engine.zero.dtypes.accumulation
     none = next(iter(shard.grads.values()), torch.empty(0, dtype=dtype, device=engine.comm.device)).new_empty(0)
     for group in engine.zero.groups:
-        means |= dict.fromkeys(map(id, group.params), none)
+        means |= dict.fromkeys(group.params, none)
         for fragment, master in zip(group.fragments, group.masters, strict=True):
-            means[id(group.params[fragment.slot.index])] = shard.grads[master] / divisor
+            means[group.params[fragment.slot.index]] = shard.grads[master] / divisor
     order = enumerate(vars(engine.optimizer)["_deepzero_order"])
-    return {number: [means[key] for key in keys if key in means] for number, keys in order}
+    return {number: [means[param] for param in params if param in means] for number, params in order}
 
 
 def _inner(engine: Engine) -> torch.optim.Optimizer:
@@ -245,10 +245,10 @@ def _as_its_own_class(optimizer: torch.optim.Optimizer, _protocol: Any) -> Any:
     return make, tuple(own if one is dressed else one for one in given), *rest
 
 
-def dress(engine: Engine, in_order: list[list[int]]) -> None:
+def dress(engine: Engine, in_order: list[list[nn.Parameter]]) -> None:
     """Give the engine's optimizer DeepSpeed's names; it answers to its own class's name as before.
 
-    ``in_order`` has the ids of each group's parameters: the parameters' hooks would keep the engine with the optimizer.
+    ``in_order`` has the parameters of each of its groups, as the program gave them.
     """
     stage, cls = engine.config.zero.stage, type(engine.optimizer)
     base = (ZeROOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)[stage]
