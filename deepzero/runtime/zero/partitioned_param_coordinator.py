@@ -155,6 +155,8 @@ class PartitionedParameterCoordinator:
         self.current: frozenset[int] = frozenset()
         # Keys of the buckets that are gathered or in flight, by last use, the oldest first.
         self.live: dict[int, None] = {}
+        # What training held when an evaluation began inside a step, whose end releases it, until training releases it.
+        self._evicted: set[int] = set()
         # Set by ``overlap_param_gather.py``, whose step fetches for the next one. Called at every use in training, with
         # its record: returns the keys of what was fetched ahead, and is counted already.
         self.adopt_ahead: Callable[[ModuleUse], Sequence[int]] = lambda use: ()
@@ -182,6 +184,8 @@ class PartitionedParameterCoordinator:
         else:
             if self.training.position < 0:  # what is here was fetched ahead for training, which gathers it anew
                 self.release_all()
+            elif self._trace is self.training:
+                self._evicted.update(self.live)
             self._switch(self.evaluation)
             self._trace.reset()
 
@@ -223,12 +227,13 @@ class PartitionedParameterCoordinator:
                 self.buckets[key].show()
             return
         use, planned = self._note_use(keys, where, on_demand)
-        ahead = self.adopt_ahead(use) if self._trace is self.training else ()
+        in_training = self._trace is self.training
+        ahead = self.adopt_ahead(use) if in_training else ()
         # Release before fetching: the buffers that become free are those that the fetch takes.
         self.release_sub_module(keys, planned)
         # Mine first, as it is needed first. The order is that of the plan or of the keys, so the same on all ranks:
         # collectives that ranks launch in different orders are paired wrongly, and hang or exchange garbage.
-        kinds = {True: BACKWARD, False: FORWARD if self._trace is self.training else EVALUATION}
+        kinds = {True: BACKWARD, False: FORWARD if in_training else EVALUATION}
         fetches = [(key, kinds[use.backward], "") for key in keys]
         fetches += [(key, kinds[backward], "prefetch") for key, backward in (planned or NOTHING_PLANNED).prefetch]
         for key, kind, note in fetches:
@@ -237,8 +242,9 @@ class PartitionedParameterCoordinator:
             bucket = self.buckets[key]
             self.comm.ledger.note("fetch", f"{note} at {where}" if note else where, f"bucket {key}")
             if bucket.status is ZeroParamStatus.NOT_AVAILABLE:  # else GatheredParameters has it
-                # What was launched ahead, and released since, is counted already.
-                counted = self.comm.ledger.aside() if key in ahead else nullcontext()
+                # What was launched ahead, or before an evaluation, and released since, is counted already.
+                again = key in ahead or (in_training and key in self._evicted)
+                counted = self.comm.ledger.aside() if again else nullcontext()
                 with self.comm.ranges.span("fetch", key, where, note), counted:
                     bucket.launch(kind, exact=False)
                 use.fetch += (key,)
@@ -265,6 +271,7 @@ class PartitionedParameterCoordinator:
         use = ModuleUse(keys, backward, where, on_demand, self._recompute)
         planned = self._trace.advance(use)
         if not self.pool.uses:
+            self._evicted.clear()
             self.pool.begin_step()
             for messages in self.pools[1:]:  # of one size, kept from step to step
                 messages.most_numel = messages.numel()
@@ -422,6 +429,8 @@ class PartitionedParameterCoordinator:
     def _release(self, key: int, discard: bool = False) -> bool:
         """Returns whether nothing shows the bucket's values any more."""
         bucket = self.buckets[key]
+        if self._trace is self.training:
+            self._evicted.discard(key)
         if key not in self.live:
             return bucket.status is ZeroParamStatus.NOT_AVAILABLE
         del self.live[key]
