@@ -133,10 +133,10 @@ class BackwardPasses:
         # The callback must be queued from the *outermost* pass: reentrant checkpointing runs passes inside it, which
         # end earlier. The gradients of the model's outputs come first, and arm; a parameter's when nothing else has.
         # One that broke off behind a parameter leaves half of its gradients: ``aborted`` tells, until they are dropped.
-        if self._armed is not None and (self._reached or self._armed() is not None):
-            return
         if self._armed is not None:
-            self._forget()  # one before this one, which broke off
+            if self._reached or self._armed() is not None:
+                return
+            self._forget_broken()
         end = self._home.hook(self._end)
         self._armed, self._at_boundary = weakref.ref(end), self._is_reduction_boundary()
         Variable._execution_engine.queue_callback(end)
@@ -199,9 +199,14 @@ class BackwardPasses:
         armed = self._armed is not None and self._armed() is not None
         if torch._C._current_graph_task_id() != -1 or self._inside_backward or armed:
             return False  # in this thread, or in another
-        if not self._reached:
-            self._forget()  # one that broke off before it reached a parameter leaves nothing behind
+        if self._armed is not None and not self._reached:
+            self._forget_broken()
         return self._reached
+
+    def _forget_broken(self) -> None:
+        """Forget a pass that broke off before it reached a parameter: it leaves no count of a leaf module behind."""
+        self._forget()
+        self._stage.forget_pass()
 
     def discard(self) -> None:
         """Forget the passes of this optimizer step, also one that broke off."""

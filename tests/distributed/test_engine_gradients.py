@@ -303,6 +303,27 @@ def test_half_a_pass_is_not_forgotten_by_the_next_one(rank, world, stage, by_eng
     assert engine.last_step.grad_norm > 0
 
 
+class Unused(nn.Linear):
+    """A leaf module without tokens: its gradients are complete, though there is none, when its input has one."""
+
+    def forward(self, x):
+        return x + 1
+
+
+@on_ranks(1)
+def test_half_a_pass_behind_a_leaf_module_leaves_no_count(rank, world):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Identity(), Unused(3, 3))
+    zero.set_z3_leaf_modules(model, [Unused])
+    engine = start(model, stage=3, zero=WHOLE)
+    handle = model[1].register_forward_hook(lambda module, args, out: Breaks.apply(out))
+    with pytest.raises(ArithmeticError):
+        engine(torch.ones(1, 3)).sum().backward()
+    handle.remove()
+    engine.ledger.trace = True
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    assert [(e.what, e.kind) for e in engine.ledger.events].count(("launch", "gradients.reduce_scatter")) == 1
+
+
 class TwoWays(nn.Module):
     """With parameters that are trained, or without."""
 
