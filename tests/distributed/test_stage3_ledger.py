@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-import deepzero
 from tests.distributed.pool import on_ranks, sampled
-from tests.distributed.training import WHOLE, as_predicted, config, go, log_lines, one_step, start
+from tests.distributed.training import WHOLE, as_predicted, go, log_lines, one_step, start
 
 FORWARD, BACKWARD = "parameters.all_gather_forward", "parameters.all_gather_backward"
 REDUCE, GATHER, AGREE = "gradients.reduce_scatter", "parameters.all_gather", "agreement.all_reduce"
@@ -104,13 +103,10 @@ def test_without_prefetch(ranks):
 
 
 def report(rank, world, zero, precision, accumulation=1):
-    settings = config(
-        stage=3, precision=precision, bucket=600, zero={**WHOLE, **zero}, gradient_accumulation_steps=accumulation
-    )
-    engine, *_ = deepzero.initialize(model=model(), config=settings)
+    given = {"precision": precision, "zero": {**WHOLE, **zero}, "gradient_accumulation_steps": accumulation}
+    engine = start(model(), stage=3, bucket=600, **given)
     go(engine, rank, world, 0, 3)
-    coordinator = engine.stage.coordinator
-    return engine.report(), coordinator.max_live_numel
+    return engine.report(), engine.stage.coordinator.max_live_numel
 
 
 @pytest.mark.parametrize(("world", "accumulation", "ahead"), sampled(
@@ -165,8 +161,7 @@ def test_a_limit_below_one_bucket(rank, world):
 @on_ranks()
 def test_frozen_parameters(rank, world):
     """Frozen weights are partitioned too: a W-th of them is held."""
-    torch.manual_seed(0)
-    net = Untied()
+    net = model()
     for layer in net.layers:
         layer.weight.requires_grad_(False)
     engine = start(net, stage=3, precision="bf16", bucket=600, zero=WHOLE)

@@ -45,13 +45,9 @@ BucketRef = tuple[int, Bucket]
 
 def reduce_order(groups: Sequence[ParamGroup], arrival: dict[nn.Parameter, int]) -> list[BucketRef]:
     """The order in which buckets are launched: by the place in ``arrival`` of their last gradient."""
-
     # Every rank launches in this order, whatever the order in which its own gradients arrive; ranks that launched as
     # gradients come would pair different buckets as soon as one of them skips a branch of the model.
-    def last_arrival(ref: BucketRef) -> int:
-        g, bucket = ref
-        return max(arrival[groups[g].params[slot.index]] for slot in bucket.slots)
-
+    last_arrival = lambda ref: max(arrival[groups[ref[0]].params[slot.index]] for slot in ref[1].slots)
     return sorted(((g, bucket) for g, group in enumerate(groups) for bucket in group.layout.buckets), key=last_arrival)
 
 
