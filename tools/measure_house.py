@@ -27,8 +27,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1681, 1150),
     "deepzero/comm": (4349, 2720),
-    "deepzero/runtime": (4538, 3050),
-    "deepzero/runtime/zero": (5930, 4550),
+    "deepzero/runtime": (4540, 3050),
+    "deepzero/runtime/zero": (5928, 4550),
     "deepzero/offload": (3571, 2500),
     "deepzero/checkpoint": (3698, 2610),
     "deepzero/launch": (725, 650),

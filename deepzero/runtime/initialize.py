@@ -114,9 +114,7 @@ def initialize(
         given = (optimizer, model_parameters, lr_scheduler, total_steps, training_data)
         model, chosen, lr_scheduler = _taken(problem, settings, model, *given)
         trains = not isinstance(chosen, NoOptimizer)
-        # Without the blocks that the engine does not go by, as an optimizer was given, or none is there.
-        block, schedule = settings.optimizer if optimizer is None else None, settings.scheduler if trains else None
-        settings = dataclasses.replace(settings, optimizer=block, scheduler=schedule)
+        settings = _in_use(settings, optimizer is not None, trains)
         engine = engine_class(model, chosen, settings, lr_scheduler, total_steps)
         if engine.global_rank == 0:
             log.info(engine.describe_bits())
@@ -127,13 +125,22 @@ def initialize(
             engine.training_dataloader = engine.deepspeed_io(training_data)
         return engine, chosen if trains else None, engine.training_dataloader, engine.lr_scheduler
     except (ConfigError, RankMismatchError) as error:
-        frames = {
-            at.f_globals.get("__name__", "").partition(".")[0] for at, _ in traceback.walk_tb(error.__traceback__)
-        }
-        if not frames <= {"deepzero", "torch", "contextlib"}:
+        if not _frames(error) <= {"deepzero", "torch", "contextlib"}:
             raise  # in a factory of the user's, say, which its frame tells
         error.args = (str(error) if isinstance(config or config_params, EngineConfig) else in_json_words(str(error)),)
         raise error.with_traceback(None) from error.__cause__  # where it was found says nothing of a setting
+
+
+def _frames(error: Exception) -> set[str]:
+    """The packages in which it was on its way."""
+    return {at.f_globals.get("__name__", "").partition(".")[0] for at, _ in traceback.walk_tb(error.__traceback__)}
+
+
+def _in_use(settings: EngineConfig, given: bool, trains: bool) -> EngineConfig:
+    """Without the blocks that the engine does not go by, as an optimizer was given, or none is there."""
+    return dataclasses.replace(
+        settings, optimizer=None if given else settings.optimizer, scheduler=settings.scheduler if trains else None
+    )
 
 
 def _taken(

@@ -51,14 +51,14 @@ def muon_groups(model: nn.Module, params: Iterable[Any] | None = None) -> list[d
     is_matrix = lambda p: bool(getattr(p, USE_MUON, p.dim() == 2 and id(p) not in at_ends))
     given = [p for p in model.parameters() if p.requires_grad] if params is None else params
     split: list[dict[str, Any]] = []
-    for group in _as_groups(given):
+    for group in as_groups(given):
         for use_muon in (True, False):
             chosen = [p for p in group["params"] if bool(group.get(USE_MUON, is_matrix(p))) is use_muon]
             split.append({**group, "params": chosen, USE_MUON: use_muon})
     return [group for group in split if group["params"]]
 
 
-def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Parameters and groups of them, named or not, as groups whose parameters are listed; the loose ones are one."""
     listed = list(params)
     loose = {"params": [item for item in listed if not isinstance(item, Mapping)]}
@@ -146,7 +146,7 @@ class Muon(torch.optim.Optimizer):
         matrices = {"lr": lr if muon_lr is None else muon_lr, "momentum": momentum, "eps": ns_eps, **kept, **shared}
         rest = {"lr": lr if adam_lr is None else adam_lr, "betas": betas, "eps": eps, "fused": fused, **shared}
         self._settings = {True: matrices, False: rest}
-        super().__init__(_as_groups(params), {"lr": lr})
+        super().__init__(as_groups(params), {"lr": lr})
 
     def __getstate__(self) -> dict[str, Any]:
         # torch copies and pickles what it knows of an optimizer.
@@ -154,7 +154,7 @@ class Muon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Torch's, with the settings of the class that steps on the group."""
-        for group in _as_groups([param_group]):
+        for group in as_groups([param_group]):
             if any(param.dim() >= 2 for param in group["params"]) and USE_MUON not in group:
                 raise ValueError(
                     "Muon must be told which of its parameters are hidden matrices: give it "

@@ -27,7 +27,7 @@ from torch import nn
 from deepzero.config.engine import OptimizerConfig
 from deepzero.config.strict import ConfigError, convert, unknown_key
 from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.runtime.muon import Muon, muon_groups
+from deepzero.runtime.muon import Muon, as_groups, muon_groups
 from deepzero.runtime.per_tensor import PER_TENSOR
 
 WHERE = "optimizer.params"
@@ -201,12 +201,7 @@ def _fused_by_default(cls: Any, arguments: Mapping[str, Any], groups: Sequence[A
         return False
     if any(arguments.get(name) is not None for name in ("fused", "foreach")) or arguments.get("differentiable"):
         return False
-    tensors: list[torch.Tensor] = []
-    for group in groups:
-        inside = group["params"] if isinstance(group, Mapping) else group
-        # torch's order of cases: a named parameter is a pair, a group's parameters may be one tensor.
-        many = [inside] if isinstance(inside, torch.Tensor) or isinstance(group, tuple) else inside
-        tensors.extend(p[1] if isinstance(p, tuple) else p for p in many)
+    tensors = [param for group in as_groups(groups) for param in group["params"]]
     kinds = {(tensor.device.type, tensor.is_floating_point()) for tensor in tensors}
     return bool(kinds) and all(floating and _fused_works(cls, device) for device, floating in kinds)
 

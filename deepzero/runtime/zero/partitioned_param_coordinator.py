@@ -62,6 +62,8 @@ class ModuleTrace:
         self.plan: FetchPlan | None = None
         # Of the use under way; -1 before the first.
         self.position = -1
+        # Keys of what an evaluation between its uses has released, until the plan does: gathered anew, it counts apart.
+        self.evicted: set[int] = set()
         self.dropped = 0
 
     def advance(self, use: ModuleUse) -> ModuleUse | None:
@@ -155,8 +157,6 @@ class PartitionedParameterCoordinator:
         self.current: frozenset[int] = frozenset()
         # Keys of the buckets that are gathered or in flight, by last use, the oldest first.
         self.live: dict[int, None] = {}
-        # What training held when an evaluation began inside a step, whose end releases it, until training releases it.
-        self._evicted: set[int] = set()
         # Set by ``overlap_param_gather.py``, whose step fetches for the next one. Called at every use in training, with
         # its record: returns the keys of what was fetched ahead, and is counted already.
         self.adopt_ahead: Callable[[ModuleUse], Sequence[int]] = lambda use: ()
@@ -185,7 +185,7 @@ class PartitionedParameterCoordinator:
             if self.training.position < 0:  # what is here was fetched ahead for training, which gathers it anew
                 self.release_all()
             elif self._trace is self.training:
-                self._evicted.update(self.live)
+                self.training.evicted.update(self.live)
             self._switch(self.evaluation)
             self._trace.reset()
 
@@ -227,13 +227,12 @@ class PartitionedParameterCoordinator:
                 self.buckets[key].show()
             return
         use, planned = self._note_use(keys, where, on_demand)
-        in_training = self._trace is self.training
-        ahead = self.adopt_ahead(use) if in_training else ()
+        ahead = self.adopt_ahead(use) if self._trace is self.training else ()
         # Release before fetching: the buffers that become free are those that the fetch takes.
         self.release_sub_module(keys, planned)
         # Mine first, as it is needed first. The order is that of the plan or of the keys, so the same on all ranks:
         # collectives that ranks launch in different orders are paired wrongly, and hang or exchange garbage.
-        kinds = {True: BACKWARD, False: FORWARD if in_training else EVALUATION}
+        kinds = {True: BACKWARD, False: FORWARD if self._trace is self.training else EVALUATION}
         fetches = [(key, kinds[use.backward], "") for key in keys]
         fetches += [(key, kinds[backward], "prefetch") for key, backward in (planned or NOTHING_PLANNED).prefetch]
         for key, kind, note in fetches:
@@ -243,7 +242,7 @@ class PartitionedParameterCoordinator:
             self.comm.ledger.note("fetch", f"{note} at {where}" if note else where, f"bucket {key}")
             if bucket.status is ZeroParamStatus.NOT_AVAILABLE:  # else GatheredParameters has it
                 # What was launched ahead, or before an evaluation, and released since, is counted already.
-                again = key in ahead or (in_training and key in self._evicted)
+                again = key in ahead or key in self._trace.evicted
                 counted = self.comm.ledger.aside() if again else nullcontext()
                 with self.comm.ranges.span("fetch", key, where, note), counted:
                     bucket.launch(kind, exact=False)
@@ -271,7 +270,7 @@ class PartitionedParameterCoordinator:
         use = ModuleUse(keys, backward, where, on_demand, self._recompute)
         planned = self._trace.advance(use)
         if not self.pool.uses:
-            self._evicted.clear()
+            self.training.evicted.clear()
             self.pool.begin_step()
             for messages in self.pools[1:]:  # of one size, kept from step to step
                 messages.most_numel = messages.numel()
@@ -429,8 +428,7 @@ class PartitionedParameterCoordinator:
     def _release(self, key: int, discard: bool = False) -> bool:
         """Returns whether nothing shows the bucket's values any more."""
         bucket = self.buckets[key]
-        if self._trace is self.training:
-            self._evicted.discard(key)
+        self._trace.evicted.discard(key)
         if key not in self.live:
             return bucket.status is ZeroParamStatus.NOT_AVAILABLE
         del self.live[key]
