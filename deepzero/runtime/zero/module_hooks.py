@@ -290,7 +290,8 @@ class ModuleHooks:
             start = slot.offset - bucket.layout.offset
             return SavedWeight(bucket.key, bucket.generation, tensor.dtype, record.shape, record.stride, start)
         # By storage pointer: a transposed, sliced or expanded weight has the storage of its bucket's buffer.
-        if (owner := self.coordinator.bucket_shown_by(tensor)) is None:
+        owner = self.coordinator.bucket_shown_by(tensor)
+        if owner is None:
             return tensor, tensor._version
         # Shape, strides and offset say which view it was: autograd saves the transposed weight of a linear layer.
         offset = int(tensor.storage_offset())

@@ -255,7 +255,8 @@ class PartitionedParamGroup(ParamGroup):
     @torch.no_grad()
     def cast_masters(self, bucket: PartitionedBucket) -> None:
         """6: cast the masters of a bucket on which the device steps into its shard. Nothing is sent."""
-        if (masters := self.separate_masters(*self.part_of(bucket.layout))) is not None:
+        masters = self.separate_masters(*self.part_of(bucket.layout))
+        if masters is not None:
             bucket.shard.copy_(masters)
         # In fp32 the optimizer has written the shard itself. Either way graphs of older values end here.
         bucket.mark_updated(None)
