@@ -37,7 +37,7 @@ from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats, Transf
 from deepzero.offload.pinned_arena import HostArena, PageLockError, Region
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.zero.partition_parameters import ZeroParameter
-from deepzero.utils.saved_tensor import check_version
+from deepzero.utils.saved_tensor import check_version, keep, kept
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class HostActivations:
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Launch the copy down; or the tensor itself is kept, and stays."""
         if not self._moves(tensor):
-            return tensor, tensor._version
+            return keep(tensor)
         storage = tensor.untyped_storage()
         if (parked := self._parked.get(storage._cdata)) is None or parked.version != tensor._version:
             parked = Parked(tensor, self.buffers, next(self._serials))
@@ -227,8 +227,7 @@ class HostActivations:
     def _unpack(self, saved: Any) -> Any:
         """The tensor again, with the strides it had. May be called more than once."""
         if type(saved) is tuple:  # it stays
-            check_version(saved[1], saved[0])
-            return saved[0]
+            return kept(saved)
         check_version(saved.version, saved.watch, saved.shape)
         flat = self._fetch(saved.parked)
         with torch.no_grad():

@@ -1,6 +1,7 @@
 """What an engine meets in real models and real accidents."""
 
 import math
+import weakref
 from unittest import mock
 
 import pytest
@@ -368,3 +369,23 @@ def test_a_change_in_place_is_noticed_behind_hooks_on_saved_tensors(rank, world,
         engine = start(InPlace(LENGTH, 3), stage=stage, zero=WHOLE if stage == 3 else {}, **settings)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             engine.backward(engine(torch.ones(2, LENGTH)))
+
+
+class TwoOutputs(nn.Linear):
+    """One for the loss, and one that saves itself for a backward pass that does not come."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y.square().mean(), y.softmax(-1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": {"cpu_checkpointing": True}}])
+@on_ranks(1)
+def test_an_output_without_a_backward_pass_is_freed_behind_hooks_on_saved_tensors(rank, world, settings):
+    for stage in (2, 3):
+        engine = start(TwoOutputs(LENGTH, 3), stage=stage, zero=WHOLE if stage == 3 else {}, **settings)
+        loss, output = engine(torch.ones(2, LENGTH))
+        engine.backward(loss)
+        ref = weakref.ref(output)
+        del loss, output
+        assert ref() is None

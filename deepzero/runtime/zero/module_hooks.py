@@ -42,7 +42,7 @@ from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
 from deepzero.utils.compile import is_compiled
 from deepzero.utils.dispatch import hide_from_checkpointing
-from deepzero.utils.saved_tensor import check_version
+from deepzero.utils.saved_tensor import keep, kept
 
 log = logging.getLogger(__name__)
 
@@ -292,7 +292,7 @@ class ModuleHooks:
         # By storage pointer: a transposed, sliced or expanded weight has the storage of its bucket's buffer.
         owner = self.coordinator.bucket_shown_by(tensor)
         if owner is None:
-            return tensor, tensor._version
+            return keep(tensor)
         # Shape, strides and offset say which view it was: autograd saves the transposed weight of a linear layer.
         offset = int(tensor.storage_offset())
         return SavedWeight(owner.key, owner.generation, tensor.dtype, tensor.size(), tensor.stride(), offset)
@@ -310,9 +310,7 @@ class ModuleHooks:
     def unpack(self, packed: Any) -> torch.Tensor:
         """1 fetch, for the backward pass: in place of what was saved its view of the bucket, gathered again."""
         if type(packed) is tuple:  # no weight: it stays where it is, and must be as it was
-            tensor, version = packed
-            check_version(version, tensor)
-            return cast(torch.Tensor, tensor)
+            return kept(packed)
         if not isinstance(packed, SavedWeight):
             return cast(torch.Tensor, packed)
         bucket = self.coordinator.buckets[packed.key]
