@@ -139,7 +139,10 @@ class DeepSpeedEngine(EngineGetters):
                 "allreduce_gradients: further micro-batches of this optimizer step are to come, or none has been; call "
                 "it after its last backward pass, and before engine.step()"
             )
+        # As a step: one that breaks off here leaves sums of which some are of all ranks.
+        self.state.open = True
         self.zero.stage.gradients.reduce_now()
+        self.state.open = False
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:

@@ -70,7 +70,8 @@ class BackwardPasses:
         """Hooks on the tensors of a forward pass's output, so that a plain ``loss.backward()`` is noticed too."""
         self._home.note()
         loss = scalar_loss(outputs)
-        for tensor in output_tensors(outputs):
+        # By identity: a loss that stands in the output twice is one loss.
+        for tensor in {id(tensor): tensor for tensor in output_tensors(outputs)}.values():
             if tensor.requires_grad and not tensor.is_leaf:
                 value = tensor.detach().float().reshape(()) if tensor is loss else None
                 tensor.register_hook(self._home.hook(partial(self._output_gradient, value)))
@@ -116,7 +117,10 @@ class BackwardPasses:
 
     def _given_pass_begins(self, loss: torch.Tensor, trains: bool, _: torch.Tensor) -> None:
         self._arm()
-        self._given_loss, self._given_trains = loss, trains
+        # Several of one pass are added to one another before it. engine.backward's own loss has them inside.
+        if not self._inside_backward:
+            self._given_loss = loss if self._given_loss is None else self._given_loss + loss
+        self._given_trains |= trains
 
     def _output_gradient(self, value: torch.Tensor | None, grad: torch.Tensor) -> None:
         """A backward pass has reached the model's output: ask for its end, and note what the loss was."""
@@ -175,10 +179,15 @@ class BackwardPasses:
         if not counts:
             self._stage.forget_pass()
             return
+        try:
+            self._stage.backward_end(self._at_boundary)
+        except BaseException:
+            # Some of its buckets have left, others have not: it has broken off, and so says ``aborted``.
+            self._reached, self._armed = True, lambda: None
+            raise
         self.count += 1
         if loss is not None:
             self._losses.append(loss)
-        self._stage.backward_end(self._at_boundary)
         self._comm.ledger.note("backward_end")
 
     def _forget(self) -> None:

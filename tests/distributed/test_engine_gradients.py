@@ -3,6 +3,7 @@
 import contextlib
 import math
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -322,6 +323,45 @@ def test_half_a_pass_behind_a_leaf_module_leaves_no_count(rank, world):
     engine.ledger.trace = True
     engine.backward(engine(torch.ones(1, 3)).sum())
     assert [(e.what, e.kind) for e in engine.ledger.events].count(("launch", "gradients.reduce_scatter")) == 1
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(1)
+def test_what_raises_while_buckets_leave_leaves_no_step(rank, world, stage):
+    """At the end of a pass, where they have waited for a parameter that it does not reach; or before the step."""
+    hashes = []
+    for disturb in (False, True):
+        model = make_model()
+        model.unused = nn.Linear(3, 3)
+        engine = start(model, stage=stage, bucket=800, zero=WHOLE if stage == 3 else {})
+        if disturb:
+            reducer = engine.zero.bucket_reducer
+            full = mock.patch.object(reducer, "launch", side_effect=[None, MemoryError("on purpose")])
+            with full, pytest.raises(MemoryError, match="on purpose"):
+                engine.backward(engine(*make_batch(1, 2)))
+                engine.allreduce_gradients()
+            with pytest.raises(RuntimeError, match=r"broke off .* call engine.discard_gradients"):
+                engine.step()
+            engine.discard_gradients()
+        one_step(engine, rank, world)
+        hashes.append((engine.last_step, engine.params_sha256()))
+    assert hashes[0] == hashes[1]
+
+
+class SaysItTwice(nn.Linear):
+    def forward(self, x):
+        loss = super().forward(x).square().mean()
+        return loss, {"loss": loss}
+
+
+@on_ranks(1)
+def test_each_loss_of_a_pass_is_logged_once(rank, world):
+    engine = start(SaysItTwice(3, 3), optimizer=SGD)
+    for backward in (lambda a, b: (a + b).backward(), lambda a, b: (engine.scale(a) + engine.scale(b)).backward()):
+        losses = [engine(torch.full((1, 3), value))[0] for value in (1.0, 2.0)]
+        backward(*losses)
+        engine.step()
+        assert engine.last_step.loss == pytest.approx(sum(losses).item())
 
 
 class TwoWays(nn.Module):
