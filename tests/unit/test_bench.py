@@ -18,7 +18,7 @@ import torch
 
 from deepzero.monitor.metrics_file import read_metrics
 from deepzero.planning.clusters import find_cluster
-from tools.bench import cpu_adam, gpu, links, monitoring, offload, report, zero
+from tools.bench import cpu_adam, files, gpu, links, monitoring, offload, report, zero
 from tools.bench.contenders import CONTENDERS, FLOOR, OFFLOAD, ON_REQUEST, ZEROPP, Contender, Variant, by_name
 from tools.bench.engines import settings_of
 from tools.bench.launch import GIB, Outcome, Plan, _outcome, run_variant
@@ -173,6 +173,10 @@ def test_every_contender_has_a_builder_and_distinct_variants():
     (offload, ["--parts", "bytes"], "--parts: unknown bytes; there are: speed, largest"),
     (offload, ["--contenders", "s2,s4"], "--contenders: unknown s4; there are: s2, ds2"),
     (offload, ["--blocks", "0"], "--blocks: '0' is not an integer of at least 1"),
+    (offload, ["--width", "100"], "--width: '100' is not a positive multiple of 128"),
+    (files, ["--buffers", "4", "."], "--buffers: '4' is not an integer of at least 12"),
+    (links, ["--speeds", "1", "-1"], "--speeds: -1 is not a number of at least 0"),
+    (links, ["--speeds", "nan"], "--speeds: nan is not a number of at least 0"),
 ])  # fmt: skip
 def test_bad_options_are_named(command, arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:

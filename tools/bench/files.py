@@ -23,7 +23,7 @@ import deepzero
 from deepzero.comm import process_group
 from deepzero.utils.closed_pipe import exit_with
 from tools.bench.report import print_machine, table
-from tools.bench.timing import interleaved, parser_of, timed
+from tools.bench.timing import interleaved, multiple_of, parser_of, timed
 
 BAR = 0.85
 PIECE_BYTES = 16 << 20
@@ -60,8 +60,9 @@ def main(given: Sequence[str] | None = None) -> int:
     """The command; 1 where the bar is missed."""
     parser = parser_of(
         "files", __doc__, layers=(24, "linear layers"), width=(2048, "their width"), rounds=(5, "that are counted"),
-        bucket=(8 << 20, "elements of a bucket at the most"), buffers=(24, "buffer_count"),
+        bucket=(8 << 20, "elements of a bucket at the most"),
     )  # fmt: skip
+    parser.add_argument("--buffers", type=multiple_of(1, least=12), default=24, help="buffer_count (default 24)")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="on the disk that is measured")
     asked = parser.parse_args(given)
     if not asked.folder.is_dir():

@@ -97,7 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [AS_MADE]:
-        run_as_made(sys.argv[2:])
-    else:
-        main()
+    run_as_made(sys.argv[2:]) if sys.argv[1:2] == [AS_MADE] else main()

@@ -173,6 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--page", type=Path, metavar="FILE", help="also write the page there")
     options = parser.parse_args(arguments)
     nodes, speeds = options.between_nodes, options.speeds
+    if bad := [speed for speed in speeds if not 0 <= speed < float("inf")]:
+        parser.error(f"--speeds: {bad[0]:g} is not a number of at least 0")
     work = work_of(parser, options, ranks=options.ranks or (2 * PER_NODE if nodes else 2))
     if nodes:
         if work.ranks % PER_NODE or work.ranks == PER_NODE:

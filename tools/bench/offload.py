@@ -42,7 +42,7 @@ from tools.bench import report
 from tools.bench.contenders import BOTH, OFFLOAD, Contender, Variant
 from tools.bench.launch import GIB, Outcome, Plan, end_on_signals, run_variant
 from tools.bench.report import Measured, columns, summarize
-from tools.bench.timing import natural, parser_of
+from tools.bench.timing import multiple_of, natural, parser_of
 from tools.bench.workload import TINY, Workload
 
 PARTS = ("speed", "largest")
@@ -409,10 +409,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         blocks=(3, "samples of each process; quick: 2"),
         steps=(4, "steps of a sample; quick: 2"),
         layers=(None, "of the speed part's model (default 24)"),
-        width=(None, "of the speed part's model, a multiple of 128 (default 2048)"),
         micro_batch=(None, "sequences a step (default 4)"),
     )  # fmt: skip
     add = parser.add_argument
+    add("--width", type=multiple_of(128), help="of the speed part's model, a multiple of 128 (default 2048)")
     add("--parts", default=",".join(PARTS), metavar="A,B", help="of speed, largest (default: all)")
     add("--contenders", default=",".join(names), metavar="A,B", help=f"of the speed part: {', '.join(names)}")
     add("--budget-seconds", type=float, default=560.0, help="for everything together (default 560)")

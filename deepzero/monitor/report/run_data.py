@@ -149,7 +149,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 def _whole(value: Any, least: int) -> int | None:
     known = number(value)
-    return int(known) if known is not None and known >= least else None
+    return int(known) if known is not None and least <= known < 2**63 else None  # a larger one counts nothing
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
