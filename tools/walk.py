@@ -1,12 +1,11 @@
 """The journey of one gradient, or in stage 3 of one parameter, told while it happens.
 
     python -m tools.walk zero.stage=2 --parameter blocks.0.attn.qkv.weight
-    python -m tools.walk --update
+    python -m tools.walk --update  # makes the transcripts in docs/ anew
 
 Real ranks on this machine build a tiny GPT and take an optimizer step. Python's profiler reports every function that is
 called. Of those in HOPS (tools/walk.py) the ones that handle the parameter are printed, in the order of their calls,
-with the lines of source that count and the tensors that they hold; steps have docs/step.md's numbers. The second form
-makes the transcripts in docs/ anew.
+with the lines of source that count and the tensors that they hold; steps have docs/step.md's numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import torch
 from deepzero.comm import process_group
 from deepzero.config.engine import resolve_batch
 from deepzero.config.run import RunConfig
-from deepzero.config.strict import ConfigError
+from deepzero.config.strict import ConfigError, require
 from deepzero.launch.launcher import RankFailed, launch
 from deepzero.models.hf import check_library
 from deepzero.runtime.initialize import initialize
@@ -254,6 +253,8 @@ def observe(run: RunConfig, name: str, steps: int) -> list[tuple[int, str, list[
     torch.manual_seed(run.train.seed)
     model = build_model(run)
     watch = Watch(dict(model.named_parameters())[name])
+    from torch import _dynamo  # noqa: F401  # the first step imports it: watched, that would take ten seconds
+
     sys.setprofile(watch.profile)
     engine, *_ = initialize(model=model, config=run.engine, total_steps=run.train.steps)
     generator = torch.Generator().manual_seed(process_group.rank())
@@ -312,8 +313,7 @@ def settings(words: Sequence[str], name: str, step: int | None) -> tuple[RunConf
     if name not in names:
         near = "".join(f"; did you mean {found}?" for found in difflib.get_close_matches(name, names, n=1, cutoff=0.4))
         raise ConfigError(f"--parameter {name}: there is none of this name{near}\nthe model has {', '.join(names)}")
-    if step is not None and step < 1:
-        raise ConfigError(f"--step {step}: the first step has number 1")
+    require(step is None or step >= 1, "--step", step, "the first step has number 1")
     return run, name, step or (2 if run.engine.zero.stage == 3 else 1)
 
 
