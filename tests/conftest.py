@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,8 +75,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Unit tests come before those of real runs, which begin beside them; ``gpu`` is skipped where there is no GPU."""
-    items.sort(key=lambda item: item.path.is_relative_to(Path(shared.__file__).parent))
+    """Real runs begin beside what needs one core: after ranks, before their tests; no GPU: ``gpu`` is skipped."""
+    order = {"distributed": 0, "unit": 1, "e2e": 3}
+    items.sort(key=lambda item: order.get(item.path.parent.name, 2))
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
