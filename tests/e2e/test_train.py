@@ -128,8 +128,8 @@ def test_fp16_overflow_is_skipped_and_training_goes_on(tiny, tmp_path):
 def numbers(tiny, cwd, name, *words):
     """The losses and validations of a short run in stage 3."""
     more = ["zero.stage=3", "train.steps=3", "train.sample_tokens=1", f"hydra.run.dir={name}", *words]
-    # The compiler's own warnings are not ours, nor is what a run that was killed has left in its cache.
-    compiles = {"TORCHINDUCTOR_CACHE_DIR": str(cwd / "code")}
+    # The compiler's own warnings are not ours, nor is what a run that was killed has left in its cache; no pool of its.
+    compiles = {"TORCHINDUCTOR_CACHE_DIR": str(cwd / "code"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     own = compiles if "train.compile=true" in words else {"PYTHONWARNINGS": "error"}
     done = runs.finished([sys.executable, runs.TRAIN, *tiny, *more], cwd, 200, **own)
     assert done.status == 0 and "no plan beside it" not in done.out, done.err + done.out
