@@ -233,7 +233,7 @@ class _Job:
 
     def open(self, collected: SavePlan) -> None:
         """Make the folder that is written to."""
-        collected.manifest.to_json()  # what JSON cannot hold is refused before a byte is written
+        dataclasses.replace(collected.manifest, parameters={}, layout=[]).to_json()  # refuses what JSON cannot hold
         fewer = "keep fewer (train.keep_last). What was saved before is untouched"
         folders.room_for(self.target.folder, "a checkpoint", collected.total_bytes, fewer)
         folders.written_to.add(self.temporary.name)

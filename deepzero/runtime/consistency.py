@@ -184,14 +184,14 @@ def place_buffers(model: nn.Module, comm: Communicator, dtype: torch.dtype) -> N
     But torch's batch norm and spectral norm compute with buffers and weights of one dtype, ``dtype``. Others may need
     their precision (rotary frequencies).
     """
-    placed: dict[torch.Tensor, torch.Tensor] = {}  # one that two modules share stays one
-    for module in model.modules():
-        whole = isinstance(module, (_NormBase, _SpectralNorm, _Orthogonal))
+    placed: dict[torch.Tensor, torch.Tensor] = {}  # one that two modules share stays one, as torch's own needs it
+    is_whole = lambda module: isinstance(module, (_NormBase, _SpectralNorm, _Orthogonal))
+    for module in sorted(model.modules(), key=is_whole, reverse=True):
         hooks = [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
         named = {f"{name}_{vector}" for name in hooks for vector in "uv"}
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                cast = (whole or key in named) and buffer.is_floating_point()
+                cast = (is_whole(module) or key in named) and buffer.is_floating_point()
                 if buffer not in placed:
                     moved = buffer.to(comm.device, dtype if cast else buffer.dtype)
                     placed[buffer] = moved = moved.resolve_conj().resolve_neg().contiguous()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import deepzero
-from deepzero.checkpoint import reader, shard_file
+from deepzero.checkpoint import manifest, reader, shard_file
 from deepzero.checkpoint.checkpoint_dir import read_manifest
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm import process_group
@@ -289,7 +289,10 @@ def test_numbers_of_numpys_and_torchs_in_a_config(rank, world, tmp_path):
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": np.int64(3), "warmup_max_lr": np.float32(0.5)}}
     adam = {"type": "AdamW", "params": {"lr": torch.tensor(0.25)}}
     engine = engine_for(world, 1, scheduler=schedule, optimizer=adam)
-    engine.save_checkpoint(tmp_path, tag="one")
+    with patch.object(manifest, "_by_lines", wraps=manifest._by_lines) as rendered:
+        engine.save_checkpoint(tmp_path, tag="one")
+    dicts = [call.args[0] for call in rendered.call_args_list if isinstance(call.args[0], dict)]
+    assert sum("embed.weight" in one for one in dicts) == (rank == 0), "once"
     engine.load_checkpoint(tmp_path)
     stored = json.dumps(read_manifest(tmp_path / "one").config)
     assert all(text in stored for text in ('"warmup_num_steps": 3', '"warmup_max_lr": 0.5', '"lr": 0.0'))
