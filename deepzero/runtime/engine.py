@@ -464,10 +464,9 @@ def _check_finite(engine: Engine, agreement: StepAgreement) -> None:
     )
 
 
-def _check_loss(call: str, loss: torch.Tensor) -> None:
-    """Refuse what no backward pass can begin at."""
-    if loss.numel() != 1 or not loss.requires_grad:
-        raise ValueError(
-            f"engine.{call} needs a scalar loss that requires grad, got shape {tuple(loss.shape)}, "
-            f"requires_grad={loss.requires_grad}"
-        )
+def _check_loss(call: str, loss: Any) -> None:
+    """Refuse what no backward pass can begin at: a model's whole output, say, in place of the loss in it."""
+    is_tensor = isinstance(loss, torch.Tensor)
+    if not is_tensor or loss.numel() != 1 or not loss.requires_grad:
+        got = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if is_tensor else type(loss).__name__
+        raise ValueError(f"engine.{call} needs a scalar loss that requires grad, got {got}")

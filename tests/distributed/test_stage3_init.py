@@ -16,12 +16,12 @@ from tests.distributed.training import WHOLE, TinyModel, config, is_gathered, lo
 
 
 class PostInit(TinyModel):
-    """Writes into children that are complete already, in three ways, and reads one."""
+    """Writes into children that are complete already, in four ways, and reads one."""
 
     def __init__(self):
         super().__init__()
         nn.init.normal_(self.blocks[0][1].weight, std=0.1)
-        self.blocks[0][1].bias.data.fill_(0.5)
+        self.blocks[1][1].bias.data = self.blocks[0][1].bias.data.fill_(0.5) + 0.25
         with torch.no_grad():
             self.blocks[1][1].weight.mul_(2.0)
             self.blocks[1][3].weight.copy_(self.blocks[0][3].weight + 1)

@@ -551,9 +551,9 @@ def _can_be_partitioned(param: nn.Parameter) -> bool:
 
 
 def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParameter]) -> Any:
-    """Call ``func`` with views of gathered parameters in their places."""
-    # The parameters themselves are whole now, where they are; it is aliases (detach, data) that have to be replaced.
-    views = {id(param): param._zero.placed()[0].value(param) for param in params}
+    """Call ``func`` with views of gathered parameters in their places; but they take themselves what replaces them."""
+    replaced = partitioned_in(params) if getattr(func, "__name__", "") == "__set__" else params  # ``.data = values``
+    views = {id(param): param._zero.placed()[0].value(param) for param in replaced}
     new_args, new_kwargs = pytree.tree_map_only(Tensor, lambda t: views.get(id(t), t), (args, kwargs))
     result = func(*new_args, **new_kwargs)
     returned = [given for given in pytree.tree_leaves((args, kwargs)) if views.get(id(given)) is result]
