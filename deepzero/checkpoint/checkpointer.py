@@ -182,6 +182,7 @@ class Checkpointer:
             schedule = loader.values(saved)
             client_state = loader.values(reader.manifest.client_state)
             self._fill(loader)
+        self._weights_alone &= module_only  # what follows is more than weights
         what = f"{reader.path}: what it says of optimizer, schedule or generators does not fit"
         with together(lambda error: f"{what}: {reason(error)}"):  # a schedule of the caller's may raise anything
             if optimizer:

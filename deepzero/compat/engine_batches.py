@@ -13,12 +13,19 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from deepzero.compat.engine_getters import EngineGetters
 from deepzero.config.engine import resolve_batch
-from deepzero.config.strict import ConfigError
+from deepzero.config.strict import ConfigError, convert, require
 from deepzero.device import accelerator_of
 from deepzero.utils.errors import MisuseError
 
 ROUTES = ("train", "eval", "predict")
 """What a loader of ``deepspeed_io`` is for."""
+
+
+def _count(call: str, name: str, value: Any) -> int:
+    """What is given as a number of sequences, or a ConfigError."""
+    count: int = convert(int, value, f"{call}: {name}")
+    require(count >= 1, f"{call}: {name}", value, "must be at least 1 sequence")
+    return count
 
 
 def refuse_stream(call: str, dataset: Any, world_size: int) -> None:
@@ -53,7 +60,8 @@ def deepspeed_io(
         ranks, shuffle = (self.world_size, self.global_rank), route == "train"
         data_sampler = DistributedSampler(dataset, *ranks, shuffle=shuffle, drop_last=drop_last)
     return DataLoader(
-        dataset, batch_size or self.batch.micro_batch, sampler=data_sampler, collate_fn=collate_fn,
+        dataset, self.batch.micro_batch if batch_size is None else _count("deepspeed_io", "batch_size", batch_size),
+        sampler=data_sampler, collate_fn=collate_fn,
         pin_memory=pin_memory and accelerator_of(self.device).has_streams, num_workers=num_local_io_workers or 0,
         drop_last=drop_last,
     )  # fmt: skip
@@ -65,6 +73,7 @@ def set_train_batch_size(self: EngineGetters, train_batch_size: int) -> None:
     What the report predicts is still of the number that the engine was built with. Raises a ConfigError where it
     does not divide, and a MisuseError within a step or where wider sums have no room (stages 0 and 1 in 16 bits).
     """
+    train_batch_size = _count("set_train_batch_size", "train_batch_size", train_batch_size)
     whole = dataclasses.replace(self.config, train_batch_size=train_batch_size, gradient_accumulation_steps=None,
                                 train_micro_batch_size_per_gpu=self.batch.micro_batch)  # fmt: skip
     batch, dtypes = resolve_batch(whole, self.world_size), self.zero.dtypes
@@ -83,8 +92,7 @@ def set_train_batch_size(self: EngineGetters, train_batch_size: int) -> None:
 
 def set_train_micro_batch_size(self: EngineGetters, micro_batch_size: int) -> None:
     """Say how many sequences a micro-batch has from now on, for the count of samples. On every rank."""
-    if micro_batch_size < 1:
-        raise ConfigError(f"set_train_micro_batch_size({micro_batch_size}): a micro-batch has at least 1 sequence")
+    micro_batch_size = _count("set_train_micro_batch_size", "micro_batch_size", micro_batch_size)
     batch = self.batch
     samples = micro_batch_size * batch.accumulation * batch.world_size
     self.batch = dataclasses.replace(batch, micro_batch=micro_batch_size, global_batch=samples)

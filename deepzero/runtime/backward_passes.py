@@ -107,7 +107,8 @@ class BackwardPasses:
         self._check("backward")
         if factor == 1 and self._scaler.scale == 1:
             return loss
-        scaled = loss * factor
+        with torch.enable_grad():  # a backward pass may begin under no_grad
+            scaled = loss * factor
         scaled.register_hook(self._scaled_pass_begins)
         return scaled
 

@@ -2,7 +2,8 @@
 
 Ranks that disagree hang each other or, worse, train. Before the first step each rank tells the others what it was
 configured with and which parameters it has; a difference is raised on *every* rank, with what differs and on which
-rank. Models that let ranks part are refused (:func:`check_modules`); buffers begin as rank 0's (:func:`place_buffers`).
+rank. Models that let ranks part are refused (:func:`check_modules`); buffers begin as rank 0's, and some take
+the dtype of the weights (:func:`place_buffers`).
 
 In each step they exchange one small message (:class:`StepAgreement`): the exact sum of squares of the gradients, from
 which all compute the same norm, the losses, from which all compute the same mean, and whether any rank cannot take the
@@ -28,7 +29,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _pytree as pytree
 
@@ -53,6 +54,8 @@ loss that is not finite; and two that show whether all ranks took the same path.
 
 PATH_BITS = 1 << 20
 """Of the fingerprint; its square, summed over a million ranks, fits into an integer of 64 bits."""
+NO_LOSS = 0x7FF8_0000_0000_0001
+"""The bits of a NaN that no arithmetic makes, in the place of a rank that has seen no loss."""
 
 
 class RankMismatchError(RuntimeError):
@@ -160,9 +163,15 @@ def check_modules(model: nn.Module, world_size: int, stage: int) -> None:
     """Refuse, in training, modules that reduce gradients, or write their weights: ranks would not have the same ones.
 
     Raises:
-        ConfigError: a DistributedDataParallel; an embedding with ``max_norm`` on several ranks, or in stage 3.
+        ConfigError: a DistributedDataParallel; an embedding with ``max_norm`` that trains on several ranks; in stage 3
+            any with ``max_norm``, and what ``torch.jit`` has compiled.
     """
     for name, module in model.named_modules():
+        if stage == 3 and isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"module {name!r} is a {type(module).__name__}: stage 3 fetches weights in hooks of modules, which "
+                "torch.jit does not support. Use the module that it was made of, or zero stage 0 to 2"
+            )
         if isinstance(module, DistributedDataParallel):
             raise ConfigError(
                 "model= is wrapped in DistributedDataParallel, which reduces gradients as deepzero does; pass what it "
@@ -170,28 +179,38 @@ def check_modules(model: nn.Module, world_size: int, stage: int) -> None:
             )
         writes = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and getattr(module, "max_norm", None) is not None
         if writes and (stage == 3 or (world_size > 1 and module.weight.requires_grad)):
+            part = "and ranks would part" if world_size > 1 else "and stage 3 keeps no write into gathered values"
             raise ConfigError(
                 f"module {name!r} has max_norm={module.max_norm}: each rank's forward pass would write into the weight "
-                "what its own batch asks for, and ranks would part. Leave max_norm out, and renormalise after "
+                f"what its own batch asks for, {part}. Leave max_norm out, and renormalise after "
                 "engine.step(), inside `with deepzero.zero.GatheredParameters(weight, modifier_rank=0):`"
             )
+
+
+def _asks_for_one_dtype(module: nn.Module) -> bool:
+    """Whether it is one of torch's own that computes with buffers and weights of one dtype."""
+    kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule):  # of one class, whatever it was made of
+        kind = getattr(nn, module.original_name, kind)
+    return issubclass(kind, _SpectralNorm) or (
+        issubclass(kind, _NormBase) and getattr(module, "weight", None) is not None
+    )
 
 
 @torch.no_grad()
 def place_buffers(model: nn.Module, comm: Communicator, dtype: torch.dtype) -> None:
     """Buffers go to the device and take rank 0's values; they keep their dtype, as in DeepSpeed.
 
-    But torch's batch norm and spectral norm compute with buffers and weights of one dtype, ``dtype``. Others may need
-    their precision (rotary frequencies).
+    But torch's batch norm, instance norm and spectral norm compute with buffers and weights of one dtype, ``dtype``.
+    Others may need their precision (rotary frequencies; statistics beside no weights, which take any input).
     """
     placed: dict[torch.Tensor, torch.Tensor] = {}  # one that two modules share stays one, as torch's own needs it
-    is_whole = lambda module: isinstance(module, (_NormBase, _SpectralNorm, _Orthogonal))
-    for module in sorted(model.modules(), key=is_whole, reverse=True):
+    for module in sorted(model.modules(), key=_asks_for_one_dtype, reverse=True):
         hooks = [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
         named = {f"{name}_{vector}" for name in hooks for vector in "uv"}
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                cast = (is_whole(module) or key in named) and buffer.is_floating_point()
+                cast = (_asks_for_one_dtype(module) or key in named) and buffer.is_floating_point()
                 if buffer not in placed:
                     moved = buffer.to(comm.device, dtype if cast else buffer.dtype)
                     placed[buffer] = moved = moved.resolve_conj().resolve_neg().contiguous()
@@ -250,7 +269,7 @@ def agree(
     path = comm.trail.fingerprint & (PATH_BITS - 1)
     # A double travels as the signed integer of its bits, each in its rank's place: the sum adds only zeros to it.
     losses = [0] * comm.world_size
-    losses[comm.rank] = struct.unpack("<q", struct.pack("<d", math.nan if loss is None else loss))[0]
+    losses[comm.rank] = NO_LOSS if loss is None else struct.unpack("<q", struct.pack("<d", loss))[0]
     flags = [int(flag) for flag in (stop, trouble, loss is not None and not math.isfinite(loss))]
     own = torch.tensor([*losses, *flags, path, path * path], dtype=torch.int64)
     device = norm_sq_partials.device
@@ -269,7 +288,8 @@ def agree(
     losses = numbers[EXPONENT_BINS:-OWN_WORDS]
     everyone = struct.unpack(f"<{comm.world_size}d", struct.pack(f"<{comm.world_size}q", *losses))
     stopping, troubled, bad = (count > 0 for count in numbers[-OWN_WORDS:-2])
-    bad_losses = tuple((rank, value) for rank, value in enumerate(everyone) if bad and not math.isfinite(value))
+    seen = [(rank, value) for rank, value in enumerate(everyone) if losses[rank] != NO_LOSS]
+    bad_losses = tuple((rank, value) for rank, value in seen if bad and not math.isfinite(value))
     mean = exact_sum(everyone) / (comm.world_size * micro_batches)
     return StepAgreement(norm_from_bins(numbers[:EXPONENT_BINS]), mean, stopping, troubled, bad_losses)
 

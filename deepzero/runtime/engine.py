@@ -182,6 +182,8 @@ class Engine(nn.Module):
 
     def _check_pass(self, call: str) -> None:
         """:meth:`check`; and the gradients so far must be those of whole passes."""
+        if self.state.destroyed:
+            raise MisuseError(f"{call} after engine.destroy(): give the model to deepzero.initialize again")
         self.check(call)
         if self.state.open or self.passes.aborted():
             step = "optimizer step broke off before ranks had agreed on it"
@@ -215,7 +217,7 @@ class Engine(nn.Module):
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale, for ``engine.scale(loss).backward()``."""
+        """The loss times the loss scale, for ``engine.scale(loss).backward()``: all of it, or the rest weighs less."""
         _check_loss("scale", loss)
         return self.passes.scale(loss)
 
@@ -237,8 +239,6 @@ class Engine(nn.Module):
             RuntimeError: other parameters train than when the engine was built; or, on this rank, no backward pass has
                 run since the last boundary, or the last one broke off.
         """
-        if self.state.destroyed:
-            raise RuntimeError("engine.step() after engine.destroy(): give the model to deepzero.initialize again")
         if self.state.inside_no_sync:
             raise MisuseError(
                 "It is illegal to call Engine.step() inside no_sync context manager: leave the context first"

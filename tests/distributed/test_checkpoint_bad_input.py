@@ -341,5 +341,8 @@ def test_a_disk_that_fails_while_it_is_read(rank, world, saved, weights_alone):
         steps(engine, rank, world, 1)
     engine.load_checkpoint(saved, load_module_only=weights_alone)
     assert fingerprints(engine)
+    with patch.object(engine.checkpointer, "_take_counters", side_effect=ValueError("on purpose")):
+        assert "on purpose" in said(engine.load_checkpoint, saved, load_optimizer_states=False)
+    assert "load the optimizer's states too" in said(engine.load_checkpoint, saved, load_module_only=True)
     engine.destroy()
     assert "Input/output error; the disk cannot read it" in message and ".safetensors" in message

@@ -7,6 +7,7 @@ import pickle
 import tempfile
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -297,9 +298,14 @@ def test_another_number_of_micro_batches(rank, world):
         narrow.set_train_batch_size(4 * world)
     with pytest.raises(deepzero.ConfigError, match="train_batch_size"):
         narrow.set_train_batch_size(5)
-    for size in (0, -3):
-        with pytest.raises(deepzero.ConfigError, match="at least 1 sequence"):
-            narrow.set_train_micro_batch_size(size)
+    for size, words in ((0, "at least 1 seq"), (-3, "at least 1 seq"), (2.5, "an integer"), (True, "a number")):
+        for refuses in (
+            narrow.set_train_micro_batch_size,
+            narrow.set_train_batch_size,
+            partial(narrow.deepspeed_io, [1]),
+        ):
+            with pytest.raises(deepzero.ConfigError, match=words):
+                refuses(size)
     narrow.set_train_micro_batch_size(7)
     assert narrow.get_batch_info() == (7 * world, 7, 1)
 

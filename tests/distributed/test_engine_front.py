@@ -31,6 +31,7 @@ from tests.distributed.training import (
     make_model,
     my_micro_batches,
     one_step,
+    scripted,
     start,
     step_on,
 )
@@ -406,9 +407,10 @@ def test_models_and_optimizers_that_cannot_be_partitioned(rank, world):
         (nn.Linear(2, 2, dtype=torch.complex64), "complex64"),
         (nn.ModuleList([nn.Embedding(3, 2, max_norm=1.0)]), "module '0' has max_norm=1.0.*renormalise after"),
         (nn.parallel.DistributedDataParallel(make_model()), "wrapped in DistributedDataParallel"),
+        (nn.Sequential(scripted(nn.Linear(2, 2))), "module '0' is a RecursiveScriptModule: stage 3 fetches"),
     ):
         with pytest.raises(deepzero.ConfigError, match=words):
-            start(model, stage=1, optimizer=SGD)
+            start(model, stage=3 if "stage 3" in words else 1, optimizer=SGD)
     # A refusal leaves the model free: the corrected call works.
     model = make_model()
     with pytest.raises(deepzero.ConfigError):

@@ -11,6 +11,8 @@ from torch import nn
 
 import deepzero
 from deepzero import zero
+from deepzero.runtime.consistency import agree
+from deepzero.runtime.grad_norm import EXPONENT_BINS
 from deepzero.utils import safe_get_full_grad
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_stage3_models import Moe, batch
@@ -414,7 +416,8 @@ def test_a_loss_of_no_parameter_on_one_rank(rank, world, precision):
             empty = torch.zeros((), requires_grad=True) if norms else engine(ids, labels) * 0
             loss = empty if rank else engine(ids, labels)
             if begin == "backward" or rank == 0:
-                engine.backward(loss)
+                with torch.no_grad():  # as torch's own backward may be called
+                    engine.backward(loss)
             else:
                 engine.scale(loss).backward()
             engine.step()
@@ -487,6 +490,8 @@ def test_a_nan_loss_is_no_overflow_for_ever(rank, world, stage, scale):
     text = str(error.value)
     assert text.startswith("step 11: the loss is not finite (nan on rank 1), in 5 optimizer steps in a row")
     assert "those of step 6" in text
+    bins = torch.zeros(EXPONENT_BINS, dtype=torch.int64)
+    assert [found for found, _ in agree(engine.comm, bins, math.nan if rank else None, 1).bad_losses] == [1]
 
 
 @on_ranks()

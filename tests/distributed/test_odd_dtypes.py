@@ -1,7 +1,5 @@
 """Buffers and frozen parameters of dtypes that no backend sends: every rank starts with rank 0's values, to the bit."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -10,7 +8,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 import deepzero
 from deepzero.config.strict import ConfigError
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import config, start, step_on
+from tests.distributed.training import config, scripted, start, step_on
 
 NAMES = [
     *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bits8", "bits16"),
@@ -122,12 +120,12 @@ def test_buffers_that_torch_wants_in_the_dtype_of_weights(rank, world, tmp_path,
 
 @on_ranks(1)
 def test_a_scripted_part(rank, world):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's of its script
-        engine = start(nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 1)), stage=1)
-        engine.backward(engine(torch.ones(2, 4)).sum())
-        engine.step()
+    model = nn.Sequential(scripted(nn.Linear(4, 4)), scripted(nn.BatchNorm1d(4)), nn.BatchNorm1d(4, affine=False))
+    engine = start(model, stage=1, precision="bf16")
+    engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).square().sum())
+    engine.step()
     assert engine.was_step_applied()
+    assert (model[1].running_mean.dtype, model[2].running_mean.dtype) == (torch.bfloat16, torch.float32)
 
 
 @on_ranks()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -181,6 +182,13 @@ def check_same_bits(
 
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+def scripted(module: nn.Module) -> nn.Module:
+    """What torch's deprecated compiler makes of it, without the warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(module)
 
 
 def start(model: nn.Module, **changes: Any) -> deepzero.Engine:
