@@ -21,11 +21,13 @@ def check_words(words: Sequence[str], configs: Path) -> None:
     """Refuse a key that is given twice, a number for a group of ``configs``, a run folder that is a file or nameless.
 
     Raises:
-        ConfigError: the first of these mistakes among ``words``; flags among them are Hydra's affair.
+        ConfigError: the first of these mistakes among ``words``; Hydra's flags among them are its affair.
     """
     given: dict[str, str] = {}
     for word in words:
         prefix, key, value = split(word)
+        if key.startswith("--") and ("." in key or key[2:] in os.listdir(configs)):  # as other programs have it
+            raise ConfigError(f"{word}: settings have no dashes; write {key[2:]}={value or 'VALUE'}")
         if word.startswith("-") or "=" not in word:
             continue
         if key in given:

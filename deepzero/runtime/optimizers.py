@@ -106,7 +106,8 @@ def build_optimizer(
         return (cls if stand_in is None else stand_in(cls))(groups, **arguments)
     except (ValueError, TypeError, RuntimeError) as error:
         listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        raise ConfigError(f"optimizer {config.target}({listed}) cannot be built: {error}") from error
+        null = "; lr is null: give a number, or leave it out" if arguments.get("lr", 0) is None else ""
+        raise ConfigError(f"optimizer {config.target}({listed}) cannot be built: {error}{null}") from error
 
 
 def _deepspeed_adam(target: str, given: dict[str, Any], on_host: bool) -> type[torch.optim.Optimizer]:

@@ -29,6 +29,8 @@ REFUSED = [
     (["+scheduler.warmup=1"], ["scheduler.warmup", "warmup_steps"]),
     (["zero.stage=[1"], ["zero.stage=[1"]),
     (["zero.stage"], ["Write zero.stage=VALUE"]),
+    (["--zero.stage=2"], ["--zero.stage=2: settings have no dashes; write zero.stage=2"]),
+    (["--model"], ["--model: settings have no dashes; write model=VALUE"]),
     (["zero.stag=2"], ["Did you mean 'zero.stage'?"]),
     (["~zero.stag"], ["Did you mean 'zero.stage'?"]),
     (["zero.offload_optimizer.devic=cpu"], ["Did you mean 'zero.offload_optimizer.device'?"]),

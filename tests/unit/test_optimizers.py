@@ -96,6 +96,7 @@ class TestArguments:
         ("AdamW", {"betas": 0.9}, r"optimizer.params.betas=0.9 must be a list of 2 numbers"),
         ("AdamW", {"amsgrad": "yes"}, r"optimizer.params.amsgrad='yes' must be true or false"),
         ("AdamW", {"lr": -1.0}, r"optimizer.params.lr=-1.0: must not be negative"),
+        ("AdamW", {"lr": None}, r"lr is null: give a number, or leave it out"),
         ("AdamW", {"betas": [0.9]}, r"betas=\[0.9\] must be a list of 2 numbers, like \[0.9, 0.999\]"),
         ("AdamW", {"max_grad_norm": 1.0}, r"max_grad_norm=1.0: set gradient_clipping instead"),
         ("Adam", {"bias_correction": False}, r"bias_correction=False is not implemented"),
