@@ -126,6 +126,8 @@ def check_parameters(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.layout is not torch.strided:
             raise ConfigError(f"parameter {name!r} is {param.layout}; deepzero trains dense parameters")
+        if param.is_inference():
+            raise ConfigError(f"parameter {name!r} was made in torch.inference_mode; build the model outside of it")
         if param.is_complex() or param.dtype == torch.float64:
             raise ConfigError(f"parameter {name!r} is {param.dtype}; deepzero trains fp32, bf16 and fp16 parameters")
         # Without bytes: one whose engine has its states on the host.

@@ -254,6 +254,8 @@ def broken_off(rank, world):
     with pytest.raises(KeyError), GatheredParameters(weight, modifier_rank=0):
         weight.data = torch.full((37, 24), 2.0)
         raise KeyError
+    with pytest.raises(ValueError, match=r"of shape \(37, 24\) was given"), GatheredParameters(weight, modifier_rank=0):
+        weight.data = torch.ones(1, 24)
     with pytest.raises(KeyError), GatheredParameters(weight), torch.no_grad():
         weight.fill_(2.0)
         raise KeyError

@@ -744,6 +744,8 @@ class GatheredParameters:
                 continue
             bucket, _ = param._zero.placed()
             values = bucket.value(param)
+            if param.shape != values.shape:
+                raise ValueError(f"{param._zero.name!r} of shape {tuple(values.shape)} was given {tuple(param.shape)}")
             if param.numel() and param.data_ptr() != values.data_ptr():
                 values.copy_(param.data)  # ``param.data = …`` has put it elsewhere
                 param.data = values
