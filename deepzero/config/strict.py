@@ -32,7 +32,7 @@ def require(ok: bool, path: str, value: object, rule: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class AtLeast:
-    """The least value of a number, in the annotation of its field: ``steps: Annotated[int, AtLeast(1)] = 400``."""
+    """The least value of a number, or of a tuple's, in the annotation: ``steps: Annotated[int, AtLeast(1)] = 400``."""
 
     least: int
     of: str = ""
@@ -54,7 +54,8 @@ class Section:
         for name, bound in _bounds(cls):
             value = getattr(self, name)
             rule = f"must be at least {bound.least}" if bound.least else "must not be negative"
-            self.need(value is None or value >= bound.least, name, rule + bound.of)
+            least = min(value, default=None) if isinstance(value, tuple) else value
+            self.need(least is None or least >= bound.least, name, rule + bound.of)
         self._check()
 
     def _check(self) -> None:
@@ -138,8 +139,9 @@ def convert(kind: Any, value: Any, path: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        problems = []
-        for inner in (arg for arg in args if arg is not type(None)):
+        problems, kinds = [], [arg for arg in args if arg is not type(None)]
+        is_list = isinstance(value, (list, tuple))
+        for inner in [k for k in kinds if (typing.get_origin(k) in (tuple, list)) is is_list] or kinds:
             try:
                 return convert(inner, value, path)
             except ConfigError as error:

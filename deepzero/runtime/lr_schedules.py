@@ -13,7 +13,7 @@ DeepSpeed's); when it is not given, it is the length of the run. deepzero's own 
 DeepSpeed's count ``last_batch_iteration``, which is -1 after construction and 0 after the first ``step()``: step k > 0
 has the value of iteration k - 1, so warm-ups start *twice* at the bottom, and with the default ``warmup_min_lr`` of 0
 the first two optimizer steps move no parameter; scripts tuned there get the same here. Where DeepSpeed warns and goes
-on these raise for an unknown ``warmup_type``, and warn of a long warm-up.
+on these raise for an unknown ``warmup_type`` and for negative rates, and warn of a long warm-up.
 
 Sources: ``runtime/lr_schedules.py`` in [DeepSpeed] for its names, defaults and values, against which they are tested;
 the cosine is that of [SGDR], in the form of [nanoGPT]; warm-up, stable, decay is that of [MiniCPM], with a fifth of the
@@ -38,7 +38,7 @@ from deepzero.config.strict import AtLeast, ConfigError, Count, NotNegative, Sec
 
 log = logging.getLogger(__name__)
 
-PerGroup = float | tuple[float, ...]
+PerGroup = Annotated[float | tuple[float, ...], AtLeast(0)]
 """One number for all parameter groups, or one for each."""
 
 BETA2 = 0.99
@@ -196,8 +196,8 @@ class WarmupCosineLR(DeepSpeedWarmup):
     """0 for k = 0; then the optimizer's own rate times a warm-up and half a cosine."""
 
     total_num_steps: Count | None = None  # T; None: the length of the run
-    warmup_min_ratio: float = 0.0  # where the warm-up starts, as a part of the full rate
-    cos_min_ratio: float = 0.0001  # where the cosine ends and stays, as a part of the full rate
+    warmup_min_ratio: Annotated[float, AtLeast(0)] = 0.0  # where the warm-up starts, as a part of the full rate
+    cos_min_ratio: Annotated[float, AtLeast(0)] = 0.0001  # where the cosine ends and stays, as a part of the full rate
 
     def _factor(self, done: int) -> float:
         if (part := self._warmup(done - 1) if done else None) is not None:
@@ -280,7 +280,7 @@ class LRRangeTest(Curve):
 
     lr_range_test_min_lr: PerGroup = 1e-3  # of step 0
     lr_range_test_step_size: Count = 2000  # steps for which one lr_range_test_step_rate is added
-    lr_range_test_step_rate: float = 1.0  # in parts of lr_range_test_min_lr
+    lr_range_test_step_rate: Annotated[float, AtLeast(0)] = 1.0  # in parts of lr_range_test_min_lr
     lr_range_test_staircase: bool = False  # all at once after so many steps
 
     def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:

@@ -153,6 +153,12 @@ class TestRefused:
         ("WarmupLR", {"warmup_num_steps": 0}, r"warmup_num_steps=0: must be at least 1"),
         ("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, r"warmup_max_lr=\[0.1, 0.2\]: has 2 values.*1 parameter group"),
         ("WarmupLR", {"last_batch_iteration": -2}, r"last_batch_iteration=-2"),
+        ("WarmupLR", {"warmup_min_lr": [0.1, -0.5]}, r"warmup_min_lr=\(0.1, -0.5\): must not be negative"),
+        *((kind, {name: -1.0}, rf"params.{name}=-1.0: must not be negative") for kind, name in (
+            ("WarmupDecayLR", "warmup_max_lr"), ("LRRangeTest", "lr_range_test_min_lr"),
+            ("LRRangeTest", "lr_range_test_step_rate"), ("WarmupCosineLR", "warmup_min_ratio"),
+            ("WarmupCosineLR", "cos_min_ratio"))),
+        ("OneCycle", {"cycle_min_lr": -1, "cycle_max_lr": 1}, r"cycle_min_lr=-1.0: must not be negative"),
         ("WarmupDecayLR", {"total_num_steps": 0}, r"total_num_steps=0: must be at least 1"),
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "decay_lr_rate": -1}, r"decay_lr_rate=-1"),
         ("OneCycle", {}, r"needs cycle_min_lr, cycle_max_lr"),
