@@ -108,8 +108,8 @@ def check_ranks(config: EngineConfig, world_size: int) -> None:
         size = getattr(config.zero, name)
         if world_size > 1 and size > 0 and world_size % size:
             raise ConfigError(
-                f"{name}={size}: does not divide the {world_size} ranks of this run, so they cannot be cut into groups "
-                f"of {size}; {divisors_text(world_size)} would"
+                f"zero.{name}={size}: does not divide the {world_size} ranks of this run, so they cannot be cut into "
+                f"groups of {size}; {divisors_text(world_size)} would"
             )
 
 

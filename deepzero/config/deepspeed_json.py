@@ -263,9 +263,7 @@ def _check_moot(path: str, value: Any) -> None:
     _check_inside(path, given)
     stages = given.get("stages") if path == "pipeline" else None
     if stages not in (None, "auto") and convert(int, stages, "pipeline.stages") > 1:
-        raise ConfigError(
-            f"pipeline.stages={stages!r} is not implemented: leave it out, every rank has the whole model"
-        )
+        raise ConfigError(f"pipeline.stages={stages!r} is not implemented: leave it out, each rank has the whole model")
     if given:
         _say(f"{path} changes nothing in deepzero: it concerns {what} alone")
 

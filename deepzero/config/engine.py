@@ -170,12 +170,10 @@ class EngineConfig(Section):
 
     def _check(self) -> None:
         zero, native = self.zero, self.comm.reduce == "native"
-        rule = "the backend's own reduction cannot add quantised numbers; leave it out"
-        rule = f"does not go with zero.zero_quantized_gradients, as {rule}"
+        rule = "does not go with zero.zero_quantized_gradients: backends cannot add quantised numbers; leave it out"
         self.comm.need(not (zero.zero_quantized_gradients and native), "reduce", rule)
         few_bits = zero.quantization.weight_bits == 4 and self.precision.dtype == "fp32"
-        rule = "is chosen for digits that 15 levels cannot carry; use 8, or bf16"
-        rule = f"means little with precision.dtype=fp32, which {rule}"
+        rule = "means little with precision.dtype=fp32, chosen for digits that 15 levels cannot carry; use 8, or bf16"
         weights = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
         zero.quantization.need(not (weights and few_bits), "weight_bits", rule)
 

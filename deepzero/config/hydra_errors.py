@@ -87,12 +87,14 @@ def explain(error: Exception, configs: Path, valid_keys: Callable[[], list[str]]
 
 
 def no_such_key(key: str, configs: Path, valid: list[str]) -> str:
-    """A key that there is not, with the nearest one that there is, or with all that stand beside it."""
+    """A key that there is not in what was chosen, with the nearest one that there is, or all that stand beside it."""
     wrong = f"unknown config key {key!r}."
     parent, _, last = key.rpartition(".")
     if parent and (configs / parent / f"{last}.yaml").is_file():
         return f"{wrong} Did you mean {f'{parent}={last}'!r}?"
-    beside = [name.rpartition(".")[2] for name in valid if parent and name.rpartition(".")[0] == parent]
+    if key != plain_names(key):
+        return f"unknown config key: on the command line there is no params; write {plain_names(key)}=VALUE"
+    beside = [name.rpartition(".")[2] for name in valid if parent and name.rpartition(".")[0] == parent and name != key]
     if near := difflib.get_close_matches(last, beside, n=1, cutoff=0.6):
         return f"{wrong} Did you mean {f'{parent}.{near[0]}'!r}?"
     if beside:

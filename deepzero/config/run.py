@@ -96,8 +96,7 @@ class DataConfig(Section):
 
     def _check(self) -> None:
         for key, readers in _DATA_READERS.items():
-            rule = f"data={self.name} does not read it, only data={' and data='.join(readers)}; leave it out, or choose"
-            rule += f" data={' or data='.join(readers)} as well"
+            rule = f"data={self.name} does not read it; leave it out or choose data={' or data='.join(readers)} as well"
             self.idle_unless(self.name in readers, rule, key)
         self.need(0.0 < self.val_fraction < 1.0, "val_fraction", "must be between 0 and 1")
         if self.name != "stdlib" and not self.path:
@@ -122,8 +121,7 @@ class TrainConfig(Section):
     fallback_batch_size: Count = 24
     """``train_batch_size`` of a run that gives neither it nor the micro-batch. Divides by 1, 2, 3, 4, 6, 8 ranks."""
     compile: bool = False
-    """Compile the model's blocks by torch.compile: the first step is longer, the others are shorter. A CPU takes a C++
-    compiler."""
+    """Compile the model's blocks by torch.compile: first step longer, others shorter. A CPU takes a C++ compiler."""
     log_every: Count = 1
     """Steps between two lines on a plain terminal; ``metrics.jsonl`` gets every step."""
     timeline_step: NotNegative = 3

@@ -90,8 +90,8 @@ class TokenSequences:
         if len(tokens) < block_size + 1:
             raise ConfigError(
                 f"the {name} has {len(tokens)} tokens, and one sequence of model.block_size={block_size} needs "
-                f"{block_size + 1} (with its last target); use a larger corpus (or another data.val_fraction), "
-                f"or a smaller model.block_size"
+                f"{block_size + 1} (with its last target); use a larger corpus (or another data.max_bytes "
+                "or data.val_fraction), or a smaller model.block_size"
             )
         self.tokens, self.block_size, self.name, self.vocab_size = tokens, block_size, name, vocab_size
 

@@ -35,6 +35,7 @@ from typing import Any
 
 from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, STORE, loopback_variables
 from deepzero.launch.rank_process import RESTART_VARIABLE, SAME_REQUEST_SECONDS, RankReport, read_reports, root_cause
+from deepzero.utils.closed_pipe import Interrupted
 from deepzero.utils.errors import ConfigError
 
 GRACE_SECONDS = 30.0
@@ -53,14 +54,6 @@ class RankFailed(RuntimeError):
     def __init__(self, headline: str, frames: str = "", full: str = "") -> None:
         super().__init__(headline + (f"\n{frames}" if frames else ""))
         self.headline, self.frames, self.full = headline, frames, full
-
-
-class Interrupted(Exception):
-    """A signal ended the run; ``signum`` says which. Its cause is what a rank had failed of before, if one had."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
-        self.signum = signum
 
 
 def under_launcher() -> bool:

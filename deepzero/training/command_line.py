@@ -37,7 +37,7 @@ from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.device import installed
 from deepzero.launch import launcher, rank_process
-from deepzero.launch.launcher import Interrupted, RankFailed, default_nproc, launch, under_launcher
+from deepzero.launch.launcher import RankFailed, default_nproc, launch, under_launcher
 from deepzero.launch.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
 from deepzero.machine import check_machine
 from deepzero.monitor.metrics_file import write_error, write_failed_summary
@@ -51,6 +51,7 @@ from deepzero.planning.dry_run import ClusterShape, dry_run
 from deepzero.training import run_folder
 from deepzero.training.build_model import preflight, program_of, threads_of_rank
 from deepzero.training.run_folder import Command, at_its_start, cannot_write, has_begun
+from deepzero.utils.closed_pipe import Interrupted
 from deepzero.utils.formatting import flatten
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -82,7 +83,7 @@ class CommandLine:
             _prepare_words()
             hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(job)()
         except (HydraException, OmegaConfBaseException, ConfigError) as error:
-            self._refuse(plain_names(explain(error, CONFIGS, valid_keys)))
+            self._refuse(plain_names(explain(error, CONFIGS, partial(valid_keys, sys.argv[1:]))))
         except BrokenPipeError:  # ``--help | head``
             raise
         except OSError as error:  # Hydra's: those of a run have been told
@@ -193,11 +194,8 @@ class CommandLine:
             if run.plan:
                 raise ConfigError("plan=true starts nothing: run it with python, not with torchrun")
             here, world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ["WORLD_SIZE"])
-            rule = f"the launcher has started {here} ranks here; leave it out"
-            run.launch.need(run.launch.nproc in (None, here), "nproc", rule)
-            run.launch.idle_unless(
-                False, "restarts are the launcher's (torchrun --max-restarts); leave it out", "max_restarts"
-            )
+            run.launch.need(run.launch.nproc in (None, here), "nproc", f"{here} ranks were started; leave it out")
+            run.launch.idle_unless(False, "the launcher restarts (--max-restarts); leave it out", "max_restarts")
             if run.launch.device == "auto":
                 refuse_missing_gpu()
             # Each may be shown its own GPU alone. One that has none is refused when it joins the others.
@@ -348,13 +346,13 @@ def compose(overrides: Sequence[str]) -> RunConfig:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             return RunConfig.from_mapping(settings_of(hydra.compose("train", overrides=list(overrides))))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(error, CONFIGS, valid_keys)) from None
+        raise ConfigError(explain(error, CONFIGS, partial(valid_keys, overrides))) from None
 
 
-def valid_keys() -> list[str]:
-    """Every key of the default config, dotted, Hydra's own included, and every group."""
+def valid_keys(words: Sequence[str]) -> list[str]:
+    """Every key of the config in which ``words`` choose from the groups, dotted, Hydra's own too, and every group."""
+    chosen = [word for f in CONFIGS.rglob("*.yaml") if (word := f"{f.parent.relative_to(CONFIGS)}={f.stem}") in words]
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        settings = OmegaConf.to_container(hydra.compose("train", return_hydra_config=True), resolve=False)
-    words = [key.split(".") for key in flatten(settings)]  # type: ignore[arg-type]
-    keys = [".".join(parts[:depth]) for parts in words for depth in range(1, len(parts) + 1)]
+        settings: Any = OmegaConf.to_container(hydra.compose("train", chosen, return_hydra_config=True), resolve=False)
+    keys = [leaf.rsplit(".", cut)[0] for leaf in flatten(settings) for cut in range(leaf.count(".") + 1)]
     return list(dict.fromkeys([*keys, *(path.name for path in sorted(CONFIGS.iterdir()) if path.is_dir())]))

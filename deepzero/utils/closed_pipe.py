@@ -14,10 +14,18 @@ from collections.abc import Callable
 from typing import NoReturn
 
 
+class Interrupted(Exception):
+    """A signal ended the run; ``signum`` says which. Its cause is what a rank had failed of before, if one had."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum = signum
+
+
 def exit_with(main: Callable[[], int | None]) -> NoReturn:
     """Call ``main`` and leave with its exit status; with SIGPIPE's, 141, where nobody reads standard output any more.
 
-    Ctrl-C ends it with SIGINT's, 130; a disk that is full where standard output goes, with 2.
+    Ctrl-C ends it with SIGINT's, 130, another signal that ended its ranks with its own; a full disk with 2.
 
     Raises:
         SystemExit: always, unless ``main`` raises another error, a ``BrokenPipeError`` of another pipe included.
@@ -37,6 +45,9 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
             status = ended.code
         except KeyboardInterrupt:
             status = 128 + signal.SIGINT
+        except Interrupted as error:
+            print(error, file=sys.stderr)
+            status = 128 + error.signum
         try:
             sys.stdout.flush()
         except BrokenPipeError:

@@ -19,7 +19,6 @@ from deepzero.training import command_line
 from deepzero.training.build_model import preflight
 from deepzero.training.command_line import CONFIGS
 
-valid_keys = functools.cache(command_line.valid_keys)
 _load, _loaded = ConfigRepository.load_config, dict[tuple[str, ...], bytes]()
 
 
@@ -54,5 +53,5 @@ def complaint(*overrides: str, ranks: int = 2) -> str:
         run = run_config(*overrides)
         preflight(run, ranks, choose_device(run.launch.device, ranks))
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
-        return plain_names(explain(error, CONFIGS, valid_keys))
+        return plain_names(explain(error, CONFIGS, functools.partial(command_line.valid_keys, overrides)))
     return ""

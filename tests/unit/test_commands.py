@@ -23,7 +23,7 @@ from torch.distributed.run import get_args_parser
 from deepzero.config.engine import resolve_batch
 from deepzero.config.hydra_errors import check_words
 from deepzero.training.command_line import CONFIGS
-from deepzero.utils.closed_pipe import exit_with
+from deepzero.utils.closed_pipe import Interrupted, exit_with
 from tests.configs.compose import run_config
 from tests.e2e import runs
 from tests.unit.test_docs import PAGES, ROOT, fenced, prose, text
@@ -264,9 +264,10 @@ def test_ctrl_c_during_the_imports(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 
-@pytest.mark.parametrize(
-    ("ends", "status"), [(lambda: 3, 3), (str, 0), (lambda: sys.exit(2), 2), (lambda: signal.raise_signal(2), 130)]
-)
+@pytest.mark.parametrize(("ends", "status"), [
+    (lambda: 3, 3), (str, 0), (lambda: sys.exit(2), 2), (lambda: signal.raise_signal(2), 130),
+    (mock.Mock(side_effect=Interrupted(signal.SIGTERM)), 143),
+])  # fmt: skip
 def test_the_exit_status_is_the_programs(ends, status):
     with pytest.raises(SystemExit) as ended:
         exit_with(ends)
