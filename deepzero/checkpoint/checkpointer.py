@@ -201,9 +201,9 @@ class Checkpointer:
             # A schedule with other settings goes on at its own rates: wanted, perhaps, and said.
             log.warning(
                 "the learning rate goes on at %s, and the checkpoint's was %s: this run's schedule, or its settings, "
-                "are others than those of the run that was saved (a curve over all steps stretches with their number)",
-                here,
-                there,
+                "are others than those of the run that was saved (a curve over all steps stretches with their number, "
+                "unless the scheduler's total_steps, or total_num_steps, is given as it was)",
+                *(", ".join(f"{lr:.6g}" if isinstance(lr, float) else str(lr) for lr in lrs) for lrs in (here, there)),
             )
         return str(reader.path), client_state
 

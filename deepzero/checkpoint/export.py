@@ -275,9 +275,7 @@ def convert(values: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
     converted = values.to(TORCH_DTYPES[plan.dtype])
     if plan.dtype == "F16" and not torch.equal(torch.isinf(converted), torch.isinf(values)):
         largest = values[torch.isfinite(values)].abs().max().item()
-        raise CheckpointError(
-            f"{plan.name!r} has a value of {largest:.6g}, which fp16 cannot hold; export bf16 or fp32"
-        )
+        raise CheckpointError(f"{plan.name!r} has a value of {largest:.6g}, which fp16 cannot hold; use bf16 or fp32")
     return converted.cpu()
 
 

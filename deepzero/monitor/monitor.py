@@ -191,8 +191,8 @@ def _last_words(summary: Mapping[str, Any], run_dir: Path) -> str:
         lines += ["", ledger_table(summary), *(f"! {line}" for line in told)]
     else:
         lines += ["", "nothing was left to train"]
-    peak = short_bytes(summary["peak_rss_bytes"])
-    lines.append(f"peak resident memory, largest of {summary['world_size']} ranks: {peak}")
+    of_ranks = f", largest of {summary['world_size']} ranks" * (summary["world_size"] > 1)
+    lines.append(f"peak resident memory{of_ranks}: {short_bytes(summary['peak_rss_bytes'])}")
     if summary["val_loss"] is not None:
         first = summary["val_loss_first"]  # None: an earlier start's was no number
         lines.append(f"validation loss {'-' if first is None else f'{first:.4f}'} -> {summary['val_loss']:.4f}")

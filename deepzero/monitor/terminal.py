@@ -144,7 +144,7 @@ def ledger_table(report: Mapping[str, Any]) -> str:
     rows = []
     for kind, values in report["communication"].items():
         measured, padding = values["measured"], values["measured"]["padding_elements"]
-        note = f"{measured['calls']:g} calls, {measured['elements']:,.0f} elements"
+        note = f"{measured['calls']:g} call{'s' * (measured['calls'] != 1)}, {measured['elements']:,.0f} elements"
         note += f" + {padding:,.0f} padding" if padding else ""
         rows.append((kind, (values["predicted"] or {}).get("bytes"), measured["bytes"], note))
     between = [

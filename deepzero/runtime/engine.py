@@ -240,9 +240,7 @@ class Engine(nn.Module):
                 run since the last boundary, or the last one broke off.
         """
         if self.state.inside_no_sync:
-            raise MisuseError(
-                "It is illegal to call Engine.step() inside no_sync context manager: leave the context first"
-            )
+            raise MisuseError("It is illegal to call Engine.step() inside no_sync context manager: leave that first")
         self._check_pass("engine.step()")
         if self.passes.count == 0:
             raise RuntimeError(
@@ -446,8 +444,8 @@ def _check_finite(engine: Engine, agreement: StepAgreement) -> None:
     state, precision, step = engine.state, engine.config.precision, engine.global_steps + 1
     hopeless = agreement.bad_losses or precision.check_grad_overflow  # in fp16 the scale falls
     state.hopeless_steps = state.hopeless_steps + 1 if not agreement.finite and hopeless else 0
+    losses = ", ".join(f"{value} on rank {rank}" for rank, value in agreement.bad_losses)
     if state.hopeless_steps >= HOPELESS_STEPS:
-        losses = ", ".join(f"{value} on rank {rank}" for rank, value in agreement.bad_losses)
         what = f"the loss is not finite ({losses})" if losses else "gradients are not finite"
         raise NonFiniteError(
             f"step {step}: {what}, in {state.hopeless_steps} optimizer steps in a row. Parameters and states are those "
@@ -457,10 +455,11 @@ def _check_finite(engine: Engine, agreement: StepAgreement) -> None:
     if agreement.finite or precision.skips_overflow:
         return
     where = find_bad_gradient(engine.module, engine.zero.optimizer_shard)
+    began = f"nor was the loss: {losses}" if losses else f"loss {agreement.loss}"
     raise NonFiniteError(
-        f"step {step}: the gradient of {where} is not finite (loss {agreement.loss}). Parameters and optimizer state "
-        "are those of the step before. Lower the learning rate, clip gradients, or look at the data; debug=anomaly "
-        "finds the operation"
+        f"step {step}: the gradient of {where} is not finite ({began}). Parameters and optimizer state are "
+        "those of the step before. Look at the data, lower the learning rate or clip gradients; "
+        "torch.autograd.detect_anomaly (debug=anomaly of train.py) finds the operation"
     )
 
 

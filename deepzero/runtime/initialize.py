@@ -125,7 +125,7 @@ def initialize(
             engine.training_dataloader = engine.deepspeed_io(training_data)
         return engine, chosen if trains else None, engine.training_dataloader, engine.lr_scheduler
     except (ConfigError, RankMismatchError) as error:
-        if not _frames(error) <= {"deepzero", "torch", "contextlib"}:
+        if not _frames(error) <= {"deepzero", "torch", "contextlib", "json"}:
             raise  # in a factory of the user's, say, which its frame tells
         error.args = (str(error) if isinstance(config or config_params, EngineConfig) else in_json_words(str(error)),)
         raise error.with_traceback(None) from error.__cause__  # where it was found says nothing of a setting

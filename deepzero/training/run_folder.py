@@ -222,17 +222,19 @@ def load_start(
             sampler.go_on(engine.global_steps, engine.global_samples)
             if (now := data_of(run, sampler)) != saved and engine.global_rank == 0:
                 _tell(f"the checkpoint was trained on {saved}, this run goes on with {now}")
+            if run.train.init_from is not None and engine.global_rank == 0:
+                _tell(f"train.init_from={run.train.init_from} is not read: this run goes on from {path}")
         elif run.train.init_from is not None:
             engine.load_checkpoint(run.train.init_from, load_module_only=True)
     except CheckpointError as error:  # the message says it all, and another attempt would read the same files
-        key = "train.init_from" if path is None else "train.resume"
+        key, where = ("train.resume", "") if path else ("train.init_from", f"train.init_from={run.train.init_from}: ")
         other = isinstance(error, OtherModel)
         advice = "; set model.* as it was when that was saved" if other else ""
         if path is not None and not other:
             whole = ", where they are whole" if "damaged" in error.text else ""
             elsewhere = " hydra.run.dir=ANOTHER" if own else ""
             advice = f"; train.resume=null train.init_from={path}{elsewhere} takes the weights alone{whole}"
-        raise ConfigError(without_calls(error.text) + (way_out(error.beside, key) or advice)) from None
+        raise ConfigError(where + without_calls(error.text) + (way_out(error.beside, key) or advice)) from None
     if engine.global_rank == 0:  # not before: a run that is refused removes nothing
         try:
             if own and path is not None and not path.name.startswith("."):

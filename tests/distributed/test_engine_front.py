@@ -1,5 +1,6 @@
 """The engine's front door, and what happens to those who misuse it."""
 
+import base64
 import contextlib
 import io
 import sys
@@ -430,13 +431,14 @@ def test_optimizers_that_do_not_fit(rank, world):
         ({"model": model, "optimizer": torch.optim.LBFGS(model.parameters())}, "elementwise"),
         ({"model": model, "optimizer": torch.optim.SGD([torch.zeros(3)], lr=1.0)}, "not a parameter of the model"),
         ({"model": model, "optimizer": own}, "unknown optimizer 'Adamm'"),
+        ({"model": model, "config": base64.b64encode(b'{"a": 1, "a": 2}').decode()}, "has 'a' twice in one object"),
         ({"model": 5}, "initialize needs model=, a torch.nn.Module; it got int"),
         ({"model": model, "model_parameters": [1, 2]}, "model_parameters holds int objects: give parameters"),
         ({"model": model, "model_parameters": []}, "nothing can be trained: model_parameters is empty"),
         ({"model": frozen}, "nothing can be trained: model has no parameter that requires a gradient"),
     ):
         with pytest.raises(deepzero.ConfigError, match=words) as error:
-            deepzero.initialize(**arguments, config=config(stage=1))
+            deepzero.initialize(**{"config": config(stage=1), **arguments})
         places = [frame.name for frame in traceback.extract_tb(error.tb)]
         # Where deepzero has found it says nothing of a setting; where a program of the user's led to it does.
         assert "<lambda>" in places if arguments.get("optimizer") is own else places[-1] == "initialize"

@@ -38,9 +38,7 @@ def settings(zero=None, precision="bf16", fp16=None, **quantization):
     }
     comm = {"ranks_per_node": 2}
     more = {"fp16": fp16} if fp16 is not None else {}
-    return config(
-        stage=3, zero=given, comm=comm, bucket=SIZE * SIZE, precision=precision, gradient_clipping=0.0, **more
-    )
+    return config(stage=3, zero=given, comm=comm, bucket=SIZE * SIZE, precision=precision, gradient_clipping=0, **more)
 
 
 def run(rank, world, given, outlier, steps):

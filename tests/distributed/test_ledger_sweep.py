@@ -140,8 +140,7 @@ def test_what_is_off_is_said():
     lines = off_forms({"memory": held})
     assert [line.partition(":")[0] for line in lines] == ["gathered", "padding"]
     assert "9,568,256 bytes were held, and the closed form says 8,781,824" in lines[0]
-    facts = {"off_the_forms": lines, "memory": held, "communication": {}, "peak_rss_bytes": 1, "world_size": 2}
-    words = _last_words(
-        {**facts, "val_loss": None, "steps": 1, "resumed_from_step": None, "wall_seconds": 1.0}, Path("run")
-    )
+    facts = {"off_the_forms": lines, "memory": held, "communication": {}, "peak_rss_bytes": 1, "world_size": 1}
+    words = _last_words({**facts, "val_loss": None, "steps": 1, "resumed_from_step": None, "wall_seconds": 1}, Path())
+    assert "\npeak resident memory: 1 B\n" in words, "of one rank, and not the largest of them"
     assert [line[2:] for line in words.splitlines() if line.startswith("! ")] == lines

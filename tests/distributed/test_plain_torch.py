@@ -230,9 +230,7 @@ def test_norms_of_whole_layers_in_stage_0(rank, world):
         built(config(stage=1), other, optimizer=LayerNorm(other.parameters(), lr=1e-2))
 
 
-Counting = changing(
-    "Counting", lambda self, grad, param, group: 0 * param if grad is None else grad / group["count"][0]
-)
+Counting = changing("Counting", lambda self, grad, p, group: 0 * p if grad is None else grad / group["count"][0])
 
 
 @on_ranks(1)

@@ -276,9 +276,7 @@ def test_a_bucket_goes_the_exact_way(ranks):
         assert set(measured) == {(0, bucket.index) for bucket in layout.buckets} - {(0, 1)}
         for kind, counts in traffic.items():
             mean[kind].add(counts, 1 / 4)
-    predicted = reduction_traffic(
-        [layout], Nodes(4, 2), Format(4, 64), 2, lambda group, index: (group, index) == (0, 1)
-    )
+    predicted = reduction_traffic([layout], Nodes(4, 2), Format(4, 64), 2, lambda *at: at == (0, 1))
     assert set(predicted) == {INSIDE, BETWEEN, REDUCE_SCATTER}
     assert {k: t.as_dict() for k, t in mean.items()} == {k: pytest.approx(t.as_dict()) for k, t in predicted.items()}
 

@@ -86,9 +86,7 @@ def test_launch_mine_then_the_prefetch_then_wait_for_mine(ranks):
 def test_first_fetches_under_the_step(ranks):
     """What the next step uses first leaves when it is stepped on, is waited for there, and is counted there."""
     zero = {"stage3_max_reuse_distance": 0, "sub_group_size": 100}
-    plain, log = (
-        ranks.run(events, {**zero, "overlap_param_gather": ahead}, world_size=2)[0] for ahead in (False, True)
-    )
+    plain, log = (ranks.run(events, {**zero, "overlap_param_gather": on}, world_size=2)[0] for on in (False, True))
     usual, fetches = names(plain), names(log)
     assert fetches == [*usual[2:], *usual[:2]] and usual[:2] == ["launch f5", "launch f4"]
     place = [i for i, event in enumerate(log) if event[:2] == ("launch", FORWARD)][-2:]

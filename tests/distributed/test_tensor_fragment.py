@@ -43,9 +43,7 @@ TWO_STAGES = [1, 3, *(pytest.param(stage, marks=BY_HAND) for stage in (0, 2))]
 def values_for(engine, seed, scale=1.0):
     """The same on every rank; fp32 values that bf16 cannot hold."""
     generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(param.shape, generator=generator) * scale for name, param in engine.module.named_parameters()
-    }
+    return {name: torch.randn(p.shape, generator=generator) * scale for name, p in engine.module.named_parameters()}
 
 
 def mine(engine, name, whole):

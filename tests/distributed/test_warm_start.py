@@ -126,9 +126,7 @@ def test_weights_of_another_model(ranks, tmp_path):
         "shape": (shape, r"parameter 'tiny\.norm\.bias' has shape \(25,\) there and \(24,\) here"),
         "kind": (values | {"count": torch.tensor(1.5)}, r"holds 'count' in F32, and here it is not floating"),
     }
-    both = [
-        (write(tmp_path / kind, tensors), strict, text) for kind, (tensors, text) in cases.items() for strict in (0, 1)
-    ]
+    both = [(write(tmp_path / kind, held), strict, text) for kind, (held, text) in cases.items() for strict in (0, 1)]
     text = r"1 missing there \(tiny\.norm\.bias\); 1 not known here \(other\); load_module_strict=False"
     path = write(tmp_path / "other", other)
     ranks.run(unfit, [*both, (path, True, text)], world_size=2)

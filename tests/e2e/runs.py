@@ -107,9 +107,7 @@ class Command:
 
 def told_everywhere(err: str) -> str:
     """Standard error without the line that only users of some processors get."""
-    return "".join(
-        line for line in err.splitlines(keepends=True) if "this processor has no bf16 arithmetic" not in line
-    )
+    return "".join(line for line in err.splitlines(True) if "this processor has no bf16 arithmetic" not in line)
 
 
 def last_of_each_key(arguments: list[str]) -> list[str]:

@@ -176,6 +176,10 @@ def test_what_is_advised_can_work(used, tiny, tmp_path):
     assert "load_" not in other_optimizer.err + other_model.err, "no argument of a call"
     weights = re.search(r"train.resume=null train.init_from=\S+", other_optimizer.err).group().split()
     assert runs.train(*tiny, *SHORT, *weights, "optimizer=sgd", cwd=tmp_path).status == 0
+    again = runs.train(*tiny, *SHORT, "train.steps=5", weights[1], "optimizer=sgd", cwd=tmp_path)
+    assert f"{weights[1]} is not read: this run goes on from {tmp_path}/run" in again.out, "it has gone on"
+    no_weights = runs.train(*tiny, *SHORT, f"train.init_from={__file__}", "hydra.run.dir=new", cwd=tmp_path)
+    assert no_weights.err.startswith(f"train.init_from={__file__}: ") and no_weights.status == 2
 
 
 def test_what_is_refused_leaves_no_folder(tiny, tmp_path):

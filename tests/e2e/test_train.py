@@ -95,7 +95,7 @@ def test_nan_stops_the_run_and_leaves_it_readable(broken):
     assert "Traceback" not in done.err and "elastic" not in done.err
     summary = runs.summary(run_dir)
     assert (summary["status"], summary["steps"], len(runs.entries(run_dir)[0])) == ("failed", 4, 4)
-    assert "NonFiniteError: step 5" in summary["error"]
+    assert "NonFiniteError: step 5" in summary["error"] and "(nor was the loss: inf on rank 0)" in summary["error"]
     assert "Traceback" in (run_dir / "error.txt").read_text(encoding="utf-8")
     report = (run_dir / "report.html").read_text(encoding="utf-8")
     # Of a run that fails the recorded step tells, as there is no summary of a last one.

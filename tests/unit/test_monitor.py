@@ -163,7 +163,7 @@ def test_a_bar_on_a_terminal():
 
 def test_the_table_shows_both_numbers_and_the_padding():
     table = ledger_table(FACTS)
-    assert "gradients.reduce_scatter" in table and "1 calls, 10 elements + 2 padding" in table
+    assert "gradients.reduce_scatter" in table and "1 call, 10 elements + 2 padding" in table
     assert table.count("1.0000") == 3
     for predicted, measured, ratio in ((0, 0, "-"), (0, 5, "inf"), (4, 5, "1.2500")):
         report = {"memory": {"masters": {"predicted": predicted, "measured": measured}}, "communication": {}}

@@ -153,9 +153,7 @@ def test_what_cannot_be_used_is_one_message_and_nothing_is_written(folder, capsy
 
 
 def test_train_py_prints_a_plan_and_leaves_nothing(tmp_path):
-    done = runs.refused(
-        "plan=true", "zero.stage=3", "model.n_layer=1", "model.block_size=16", "launch.nproc=3", cwd=tmp_path
-    )
+    done = runs.refused("plan=true", "zero.stage=3", "model.n_layer=1", "launch.nproc=3", cwd=tmp_path)
     assert done.status == 0, done.err
     assert "stage 3" in done.out and "3 ranks on 1 node" in done.out and "one step, in order" in done.out
     assert list(tmp_path.iterdir()) == []

@@ -74,9 +74,7 @@ def test_reports_travel_through_files(tmp_path):
 
 
 def test_a_report_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
-    (tmp_path / "program.py").write_text(
-        "def fail(job):\n    job.unlink()\n    job.parent.rmdir()\n    raise ValueError(7)\n"
-    )
+    (tmp_path / "program.py").write_text("def fail(job):\n job.unlink()\n job.parent.rmdir()\n raise ValueError(7)\n")
     path = tmp_path / "launch" / "job.pickle"
     path.parent.mkdir()
     job = {"parent": os.getppid(), "file": str(tmp_path / "program.py"), "name": "fail"}

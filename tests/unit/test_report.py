@@ -303,6 +303,7 @@ def test_the_tool_compares_a_sweep(tmp_path, capsys):
     assert f"{sweep / 'comparison.html'}: 3 runs" in said.splitlines()[-1]
     first, head, *rows = said.splitlines()[:-1]
     assert first.startswith("3 runs; held by one rank after a backward pass, not at the peak")
+    assert text_table([sweep / "0"]).startswith("1 run; held")
     assert head.split()[:2] == ["run", "stage"]
     assert head.split()[-5:] == ["sent", "a", "step", "step", "loss"]
     assert [row.split()[1] for row in rows] == ["2", "3", "2"]

@@ -90,7 +90,7 @@ def communication(run: Run) -> str:
         bars: list[svg.Bar] = []
         for kind, entry in run.sent(copies).items():
             if value := traffic(entry, "bytes"):
-                note = f"{short_bytes(value)}, {traffic(entry, 'calls') or 0:g} calls"
+                note = f"{short_bytes(value)}, calls: {traffic(entry, 'calls') or 0:g}"
                 bars.append((kind, value, traffic(entry, "bytes", "predicted"), note))
         bars.sort(key=lambda bar: -bar[1])
         pictures.append(svg.bar_chart(ident, title, bars, "<p>Bar: measured. Upright mark: predicted.</p>"))

@@ -34,9 +34,9 @@ def text_table(folders: Sequence[Path]) -> str:
         return ""
     here = Path.cwd()
     names = [str(run.folder.relative_to(here) if run.folder.is_relative_to(here) else run.folder) for run in runs]
-    alike = [ALIKE] * any(map(like_stage_2, runs))
+    head = f"{len(runs)} run{'s' * (len(runs) > 1)}; {MOMENT}"
     last = [f"they also differ in {', '.join(others)}"] if (others := _differing(runs)[NAMED:]) else []
-    return "\n".join([f"{len(runs)} runs; {MOMENT}", *text_columns(_by_category(runs, names)), *alike, *last])
+    return "\n".join([head, *text_columns(_by_category(runs, names)), *[ALIKE] * any(map(like_stage_2, runs)), *last])
 
 
 def _by_category(runs: Sequence[Run], names: Sequence[str]) -> list[list[str]]:
