@@ -265,8 +265,8 @@ def test_states_that_leave_between_phases(rank, world):
 def test_bad_sizes(rank, world):
     """On every rank, and which sizes would do."""
     for what, given in (
-        ("zero.zero_hpz_partition_size=3", settings({**WHOLE, "zero_hpz_partition_size": 3})),
-        ("zero.mics_shard_size=3", settings({**WHOLE, "mics_shard_size": 3})),
+        ("zero_optimization.zero_hpz_partition_size=3", settings({**WHOLE, "zero_hpz_partition_size": 3})),
+        ("zero_optimization.mics_shard_size=3", settings({**WHOLE, "mics_shard_size": 3})),
         ("comm.ranks_per_node=3", settings(WHOLE, per_node=3)),
     ):
         with pytest.raises(deepzero.ConfigError, match=f"^{what}: does not divide the 4 ranks.*1, 2 or 4"):
