@@ -137,7 +137,7 @@ def test_a_run_goes_back_where_latest_cannot_be_read(tmp_path, monkeypatch, caps
     """Or cannot be written, which is one line. In another folder it replaces what is there."""
     own = saved(tmp_path / "checkpoints", 4)
     (own / "latest").write_bytes(b"\xff")
-    train = SimpleNamespace(resume=str(own / tag_of(4)), seed=0, steps=8)
+    train = SimpleNamespace(resume=str(own / tag_of(4)), seed=0, steps=8, init_from=None)
     run = SimpleNamespace(train=train, data=SimpleNamespace(name="tiny"))
     data = {"data": "tiny", "sequences": 9, "seed": 0}
     engine = SimpleNamespace(
