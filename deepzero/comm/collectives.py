@@ -134,7 +134,7 @@ class Communicator:
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory under a storage of its own, so that views of the alias are told from views of the tensor."""
-        return torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))  # without: 4 µs more
+        return torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))  # a tensor is asked in Python: 4 µs
 
     sum_in_rank_order = staticmethod(exact_sum.sum_in_rank_order)
 
