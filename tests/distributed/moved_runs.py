@@ -31,7 +31,6 @@ class Affine(nn.Linear):
     """Its bias is added for itself, as DeepSpeed's stage 3 computes: in bf16 that is another rounding."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x @ weight.T + bias``."""
         return nn.functional.linear(x, self.weight) + self.bias
 
 
@@ -50,7 +49,6 @@ class Model(nn.Module):
         self.register_buffer("scale", torch.tensor([1.5, 0.5, 1.0, 1.0, 2.0, 1.0]))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy of ``3 · id + 1``."""
         x = self.embed(ids)
         x = x + self.back(torch.tanh(self.frozen(x)) * self.gate)
         logits = self.head(self.norm(x) * self.scale.to(x.dtype))
@@ -58,7 +56,6 @@ class Model(nn.Module):
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
-    """Matrices decay, the rest does not."""
     trained = [param for param in model.parameters() if param.requires_grad]
     decay, rest = ([param for param in trained if (param.dim() > 1) == matrix] for matrix in (True, False))
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]

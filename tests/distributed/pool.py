@@ -137,7 +137,6 @@ class RankPool:
         self._pools.clear()
 
     def pids(self):
-        """Process ids of all ranks that are alive."""
         return [p.pid for pool in self._pools.values() for p in pool.processes if p.is_alive() and p.pid]
 
 
@@ -219,7 +218,6 @@ class _SubPool:
         return self._collect(fn.__qualname__, timeout)
 
     def kill(self):
-        """Kill all ranks and reap them."""
         for process in self.processes:
             if process.is_alive():
                 process.kill()

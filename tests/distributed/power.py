@@ -168,7 +168,6 @@ class Recorder:
 
 
 def read(log: Path, start: int = 0) -> list[Event]:
-    """The events of a record."""
     return [pickle.loads(file.read_bytes()) for file in sorted(log.iterdir())[start:]]
 
 
@@ -196,7 +195,6 @@ class Disk:
         """Changes of names that no flush has made certain."""
 
     def play(self, event: Event) -> None:
-        """The next thing that was done."""
         self.world.apply(event)
         kind, *rest = event
         if kind in ("create", "move", "remove"):
@@ -286,7 +284,6 @@ def lay(tree: Tree, folder: Path, store: Path) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def digest(content: bytes) -> str:
-    """The name of a file's bytes."""
     return hashlib.sha256(content).hexdigest()
 
 

@@ -19,8 +19,6 @@ REUSED = ("addmm", "at", "linear", "twice", "lora", "conv")
 
 @dataclass
 class Part:
-    """One block of a model."""
-
     use: str
     how: str
     as_function: bool = False
@@ -42,8 +40,6 @@ class Part:
 
 @dataclass
 class Recipe:
-    """A model, its data, and how it is trained."""
-
     seed: int
     parts: list[Part]
     frozen: float
@@ -111,8 +107,6 @@ class Block(nn.Module):
 
 
 class RandomModel(nn.Module):
-    """What a recipe says."""
-
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self.parts, self.skipped = recipe.parts, -1
@@ -142,7 +136,6 @@ class RandomModel(nn.Module):
 
 
 def common_settings(recipe: Recipe) -> dict[str, Any]:
-    """What all stages are given."""
     params = {"lr": 1e-2, "weight_decay": 0.1} if recipe.optimizer != "SGD" else {"lr": 1e-2, "momentum": 0.9}
     return {
         "precision": recipe.precision,
@@ -154,12 +147,10 @@ def common_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def plain_settings(recipe: Recipe, stage: int, **more: Any) -> dict[str, Any]:
-    """A stage with nothing else."""
     return config(stage=stage, **{**common_settings(recipe), **more})
 
 
 def lower_settings(recipe: Recipe, stage: int) -> dict[str, Any]:
-    """Stages 0-2 in some random way."""
     choose = recipe.choose
     zero: dict[str, Any] = {}
     if stage and recipe.optimizer == "CPUAdam" and choose.random() < 0.5:

@@ -135,7 +135,6 @@ class Posts(io.StringIO):
         self.channel = StoreMailbox(name)
 
     def write(self, text):
-        """Post all that was written so far."""
         written = super().write(text)
         self.channel.set("said", self.getvalue())
         return written

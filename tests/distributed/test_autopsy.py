@@ -125,7 +125,6 @@ class BrokenStore(dist.Store):
         self.hangs = hangs
 
     def check(self, keys):
-        """Hang, or fail."""
         time.sleep(60 if self.hangs else 0)
         raise dist.DistNetworkError("Connection reset by peer")
 

@@ -32,7 +32,6 @@ def save_two(rank, world, folder):
 
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory):
-    """A folder with two checkpoints."""
     folder = tmp_path_factory.mktemp("saved")
     ranks.run(save_two, folder)
     return folder

@@ -73,8 +73,6 @@ class Rebinds(TinyModel):
 
 
 class Pair(TinyModel):
-    """Two layers, with one weight or two."""
-
     def __init__(self, tied):
         super().__init__()
         self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
@@ -83,8 +81,6 @@ class Pair(TinyModel):
 
 
 class Keeps(torch.optim.Optimizer):
-    """Keeps one thing for each parameter, under any name."""
-
     def __init__(self, params, key, value=torch.zeros_like):
         super().__init__(params, {"lr": 0.1})
         self.key, self.value = key, value
@@ -105,7 +101,6 @@ def two_groups(model, turned=False):
 
 
 def three_groups(model):
-    """Of other rates and decays."""
     params = list(model.parameters())
     return [
         {"params": params[:1], "lr": 3e-3, "weight_decay": 0.0},
@@ -175,7 +170,6 @@ def build(what, stage):
 
 
 def go(engine, rank, world, until):
-    """Train; everything about each step."""
     records = []
     while engine.global_steps < until:
         for ids, labels in my_micro_batches(engine.global_steps, rank, world, 2, 1):

@@ -195,7 +195,6 @@ def test_what_a_killed_process_had_no_time_to_flush(ranks, tmp_path, monkeypatch
 
 
 def write_numbers(folder, number, max_bytes):
-    """Three tensors that are all ``number``."""
     files = divide([TensorPlan(name, "F32", (100,)) for name in "abc"], max_bytes)
     values = itertools.repeat(torch.full((100,), float(number)))
     write_model(folder, files, values, replace=True, extra={"config.json": str(number).encode()})

@@ -28,7 +28,6 @@ def test_two_psi(ranks, stage, world):
 
 
 def test_one_rank_counts_calls_that_send_nothing(ranks):
-    """Under the names that were predicted."""
     cases = [
         config(stage=stage, bucket=1500, reduce=reduce, precision="bf16")
         for stage in (0, 1, 2, 3)

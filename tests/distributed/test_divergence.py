@@ -150,7 +150,6 @@ def joined(seconds=0.2, tick=0.1, **settings):
 
 
 def one_exchange(comm, where, elements=5):
-    """Send the rank's number to everyone."""
     send = [torch.full((elements,), float(comm.rank))] * comm.world_size
     recv = [torch.full((elements,), -1.0) for _ in range(comm.world_size)]
     comm.exchange("parameters.all_gather", send, recv, where=where).wait()
@@ -158,7 +157,6 @@ def one_exchange(comm, where, elements=5):
 
 
 def take_different_paths(rank, world, how):
-    """What this rank raises, and after how many seconds."""
     with joined() as comm:
         one_exchange(comm, "the first")
         started = time.monotonic()
@@ -252,8 +250,6 @@ def test_the_thread_ends_with_its_group(rank, world):
 
 
 class Branching(nn.Module):
-    """Takes another way on another rank."""
-
     def __init__(self):
         super().__init__()
         self.first, self.left, self.right = (nn.Linear(16, 16, bias=False) for _ in range(3))

@@ -445,8 +445,6 @@ def test_optimizers_that_do_not_fit(rank, world):
 
 
 class Numbers(torch.utils.data.Dataset):
-    """Twelve samples."""
-
     def __len__(self):
         return 12
 

@@ -43,8 +43,6 @@ CHANGES = {
 
 
 class WithFrozen(TinyModel):
-    """One layer is not trained."""
-
     def __init__(self):
         super().__init__()
         self.still = nn.Linear(3, 3).requires_grad_(False)

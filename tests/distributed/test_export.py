@@ -79,7 +79,6 @@ class Wrapper(nn.Module):
 
 
 def state_and_masters(engine):
-    """The whole state dict, and the masters by name."""
     masters = {
         n: deepzero.utils.safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters() if p.requires_grad
     }
@@ -87,7 +86,6 @@ def state_and_masters(engine):
 
 
 def saved(rank, world, folder, stage, precision, kind=buffered):
-    """Two steps, a checkpoint, ``save_16bit_model``."""
     engine = start(kind(), stage=stage, precision=precision, bucket=800)
     go(engine, rank, world, 0, 2)
     engine.save_checkpoint(folder / "checkpoints")

@@ -79,7 +79,6 @@ class Wrong(Exception):
 
 
 def undisturbed(line, rank, here):
-    """The run that lives are compared with."""
     engine, losses, hashes = line.engine(2), {}, {}
     for step in range(line.until):
         losses[step + 1] = one_step(engine, rank, line.world, step).loss
@@ -226,8 +225,6 @@ def make_line(lives, world, precision, until, in_files=False):
 
 @dataclasses.dataclass
 class Tally:
-    """What the kills have met."""
-
     kills: int = 0
     during_save: int = 0
     after_load: int = 0
@@ -241,7 +238,6 @@ def saving(folder):
 
 
 def one_life(lives, line, chance, tally):
-    """A life, its end, and what it leaves."""
     lives.begin(live, line, chance.choice([1, 2, 3]), chance.uniform(0.05, 0.3))
     if tally.kills % 3 == 0:  # in a save, as soon as there is one
         lives.until(lambda: saving(line.checkpoints) or lives.ended(), "a save")

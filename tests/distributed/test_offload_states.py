@@ -39,7 +39,6 @@ def batch(rank, world):
 
 
 def extents(engine):
-    """Bytes on the device, by category."""
     with torch._C.DisableTorchFunctionSubclass():
         return {
             category: {
@@ -306,7 +305,6 @@ def test_the_ledger_shows_it(rank, world, stage):
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks()
 def test_zero_grad_while_away(rank, world, stage):
-    """Gradients may be dropped while they are away."""
     hashes = set()
     for away in (False, True):
         engine = start(stage, "bf16", gradient_accumulation_steps=2)

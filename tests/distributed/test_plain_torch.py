@@ -188,7 +188,6 @@ def bf16_losses(cast_first, sum_in_bf16):
 
 
 def distance(losses):
-    """The largest difference from DeepSpeed's losses."""
     return max(abs(mine - other) for mine, other in zip(losses, DEEPSPEED_BF16, strict=True))
 
 

@@ -58,7 +58,6 @@ def build(config, plan=None):
 
 
 def step(engine):
-    """One optimizer step; its events."""
     engine.ledger.events = []
     for _ in range(2):
         ids = torch.randint(0, MODEL.vocab_size, (MICRO_BATCH, MODEL.block_size))

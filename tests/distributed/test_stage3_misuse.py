@@ -229,7 +229,6 @@ def sparse(rank, world):
 
 
 def checkpointed_engine(rank, world):
-    """The whole engine inside torch's checkpoint."""
 
     def checkpointed_step(engine, number):
         engine.backward(checkpoint(engine, batch(number, rank), use_reentrant=False))

@@ -58,7 +58,6 @@ def recorded(rank, world, folder, changes, steps=3 + ACTIVE, profiler=None):
 
 
 def traced(ranks, folder, changes, steps, active):
-    """The only trace file of such a run."""
     ranks.run(recorded, str(folder), changes, steps, {"wait": 0, "ranks": (0,), "active": active}, world_size=2)
     (path,) = (folder / "traces").iterdir()
     return path

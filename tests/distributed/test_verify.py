@@ -35,12 +35,10 @@ def original(ranks, tmp_path_factory):
 
 @pytest.fixture
 def path(original, tmp_path):
-    """A checkpoint that may be damaged."""
     return shutil.copytree(original, tmp_path / "copy") / "global_step1"
 
 
 def flip(file, offset):
-    """One bit of one byte."""
     raw = bytearray(file.read_bytes())
     raw[offset] ^= 1
     file.write_bytes(raw)
@@ -161,7 +159,6 @@ def test_no_manifest(path, raw, capsys):
 
 
 def rows(content):
-    """The rows of the first shard."""
     return content["files"]["rank-00000-of-00002.safetensors"]["rows"]
 
 

@@ -145,7 +145,6 @@ def test_without_load_module_only(rank, world, tmp_path):
 
 
 def with_header(raw, change):
-    """The file with another header."""
     length = struct.unpack("<Q", raw[:8])[0]
     header = json.loads(raw[8 : 8 + length])
     change(header)
@@ -154,7 +153,6 @@ def with_header(raw, change):
 
 
 def set_entry(key, value):
-    """Change one entry of ``mean``."""
     return lambda raw: with_header(raw, lambda header: header["mean"].__setitem__(key, value))
 
 

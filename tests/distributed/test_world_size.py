@@ -19,8 +19,6 @@ SEED = 5
 
 
 class Dropping(TinyModel):
-    """With dropout."""
-
     def through(self, block, x):
         if block is self.blocks[0]:
             x = nn.functional.dropout(x, 0.2, self.training)

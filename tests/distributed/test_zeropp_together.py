@@ -91,7 +91,6 @@ def accounts(rank, world, layers, cases, per_node=2, **more):
 
 
 def between(entry, *kinds):
-    """Bytes between nodes."""
     nothing = {"measured": {"between_node_bytes": 0}}
     return sum(entry["communication"].get(kind, nothing)["measured"]["between_node_bytes"] for kind in kinds)
 

@@ -146,8 +146,6 @@ def test_a_setting_without_anything_to_work_on_is_named(rank, world):
 
 
 class Looks(TinyModel):
-    """Looks at its own weight in the forward pass."""
-
     def forward(self, ids, labels):
         self.before = self.head.weight.detach().float().clone()
         with deepzero.zero.GatheredParameters(self.head.weight):

@@ -220,7 +220,6 @@ def _refuse(constant: str) -> None:
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    """The run's summary.json."""
     value = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"), parse_constant=_refuse)
     assert isinstance(value, dict)
     return value

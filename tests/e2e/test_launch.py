@@ -189,7 +189,6 @@ def test_a_stopped_rank_does_not_answer(tmp_path):
 
 
 def lines(path):
-    """Of a text file."""
     return path.read_text(encoding="ascii").splitlines()
 
 

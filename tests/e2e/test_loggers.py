@@ -32,7 +32,6 @@ def test_both_hold_every_metric(watched):
 
 
 def of_kind(records, kind):
-    """The records of one type, unwrapped."""
     return [record[kind] for record in records if record["type"] == kind]
 
 

@@ -16,7 +16,6 @@ WHAT = ("plain data parallelism", "Stage 1 cuts the optimizer", "Stage 2 cuts th
 
 
 def recorded(run_dir):
-    """The run's timeline.json."""
     value = json.loads((run_dir / "timeline.json").read_text(encoding="utf-8"))
     assert isinstance(value, dict)
     return value

@@ -10,7 +10,6 @@ THREAD, LANE = 1, 1_000_000_000
 
 
 def event(name: str, begin: float, end: float, cat: str, tid: int = THREAD, **args: Any) -> dict[str, Any]:
-    """A complete event."""
     times = {"ts": begin * 1000, "dur": (end - begin) * 1000}
     return {"ph": "X", "name": name, "cat": cat, "pid": 9, "tid": tid, **times, "args": args}
 
@@ -32,7 +31,6 @@ def flight(name: str, launch: tuple[float, float], wait: tuple[float, float], pl
 
 
 def step(number: int, begin: float, end: float) -> dict[str, Any]:
-    """``ProfilerStep#number``."""
     return event(f"ProfilerStep#{number}", begin, end, "user_annotation")
 
 

@@ -14,7 +14,6 @@ NUMEL = 1000
 
 
 def line(step: int, **changes: Any) -> dict[str, Any]:
-    """A step's line of ``metrics.jsonl``."""
     known = {
         "step": step, "loss": 5.0 - 0.1 * step, "lr": 1e-3, "grad_norm": 1.0, "grad_norm_clipped": 1.0,
         "loss_scale": 1.0, "skipped": False, "tokens": 100, "tokens_seen": 100 * step, "step_seconds": 0.1,
@@ -47,7 +46,6 @@ STAGE_2 = {"parameters": 2 * NUMEL, "gradients": NUMEL, "masters": 2 * NUMEL, "m
 
 
 def summary(**changes: Any) -> dict[str, Any]:
-    """Of a finished run."""
     known = {
         "status": "finished", "steps": 10, "loss": 4.0, "val_loss_first": 5.0, "val_loss": 4.1, "tokens_seen": 1000,
         "wall_seconds": 1.1, "resumed_from_step": None, "params_sha256": "ab" * 32, "model_numel": NUMEL,

@@ -31,7 +31,6 @@ def ask(*words, ranks=2, memory=80e9, per_node=8, **more):
 
 
 def plain(stage, micro_batch, accumulation=1):
-    """A setting without offload and checkpointing."""
     return Setting(stage, "none", False, micro_batch, accumulation)
 
 

@@ -50,7 +50,6 @@ def threads():
 
 
 def forget_compiled(monkeypatch):
-    """Nothing is compiled yet."""
     fresh = functools.cache(adam_kernels.compiled.__wrapped__)
     monkeypatch.setattr(adam_kernels, "compiled", fresh)
 
@@ -60,7 +59,6 @@ def randn(*shape, seed=0):
 
 
 def leaves(*extents, dtype=torch.float32):
-    """Parameters."""
     return [randn(n, seed=n).to(dtype).requires_grad_() for n in extents]
 
 
@@ -69,7 +67,6 @@ def gradients(params, step, dtype=torch.float32):
 
 
 def same(one, other):
-    """Parameters and state have the same bits."""
     pairs = zip(one.param_groups, other.param_groups, strict=True)
     params = [pq for a, b in pairs for pq in zip(a["params"], b["params"], strict=True)]
     states = [(one.state[p][k], other.state[q][k]) for p, q in params for k in ("step", "exp_avg", "exp_avg_sq")]

@@ -23,12 +23,10 @@ class TestChoice:
         self.monkeypatch = monkeypatch
 
     def broken(self):
-        """From here on nothing compiles."""
         self.monkeypatch.setattr(adam_kernels, "why_not_compiled", lambda: "")
         self.monkeypatch.setattr(adam_kernels, "_by_torch", mock.Mock(side_effect=OSError("cc1plus: killed")))
 
     def lines(self):
-        """Everything compiles, at once."""
         self.monkeypatch.setattr(adam_kernels, "why_not_compiled", lambda: "")
         self.monkeypatch.setattr(adam_kernels, "_by_torch", lambda variant, _sample: line_by_line(variant[3]))
 

@@ -26,7 +26,6 @@ BF16 = torch.bfloat16
 
 
 def values(optimizer):
-    """Copies of the parameters."""
     return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
 
 

@@ -12,7 +12,6 @@ from deepzero.runtime.loss_scaler import DynamicLossScaler, LossScaleError, Loss
 
 
 def scales(scaler, overflows):
-    """The scale after each step."""
     return [scaler.update(overflow) or scaler.scale for overflow in overflows]
 
 

@@ -108,7 +108,6 @@ class TestScheduler:
         }.get(kind, {"warmup_num_steps": 3})
 
         def run(steps, state=None):
-            """What each step sees, and the state after them."""
             optimizer, seen = adam(0.7), []
             scheduler = build_scheduler(SchedulerConfig(kind, params), optimizer, 15)
             if state is not None:
@@ -260,7 +259,6 @@ class TestAgainstDeepSpeed:
 
     @pytest.mark.parametrize(("kind", "params", "make", "lrs"), list(situations()))
     def test_rates_betas_and_states(self, theirs, kind, params, make, lrs):
-        """Of every optimizer step, those of DeepSpeed's class."""
         ours_opt, their_opt = make(*lrs), make(*lrs)
         ours, named_opt = build_scheduler(SchedulerConfig(kind, params), ours_opt), make(*lrs)
         named = getattr(lr_schedules, kind)(named_opt, **params)

@@ -33,7 +33,6 @@ from deepzero.utils.formatting import short_bytes, short_number
 
 
 def step(number, **changes):
-    """What the engine reports of a step."""
     record = {
         "step": number, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "grad_norm_clipped": 0.5, "loss_scale": 1.0,
         "skipped": False,
@@ -53,14 +52,11 @@ FACTS = {
 
 
 class Terminus(io.StringIO):
-    """A stream that says it is a terminal."""
-
     def isatty(self):
         return True
 
 
 def written(run_dir, *entries, **options):
-    """A metrics file with these steps and validations."""
     file = MetricsFile(run_dir, **options)
     for entry in entries:
         file.write("validation" if "val_loss" in entry else "train", entry)
@@ -185,7 +181,6 @@ def test_peaks():
 
 
 def watched(run_dir, **options):
-    """A monitor, and what it prints."""
     stream = io.StringIO()
     return make_monitor(WORK, LoggerConfig(), run_dir, {}, stream=stream, **options), stream
 

@@ -29,7 +29,6 @@ class OfTheUser(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "period": period, "scale": scale, "names": names})
 
     def step(self, closure=None):
-        """Plain descent."""
         with torch.no_grad():
             for group in self.param_groups:
                 for param in group["params"]:
@@ -37,8 +36,6 @@ class OfTheUser(torch.optim.Optimizer):
 
 
 class TakesAnything(OfTheUser):
-    """Its constructor has an open end."""
-
     def __init__(self, params, lr=0.1, **more):
         super().__init__(params, lr)
         self.more = more

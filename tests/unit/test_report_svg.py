@@ -22,7 +22,6 @@ def chart(lines, **options):
 
 
 def paths(drawn):
-    """What each line goes through."""
     return re.findall(r'<path class="line" d="([^"]*)"', drawn)
 
 

@@ -127,7 +127,6 @@ def sizes(stage, **changes):
 
 
 def held(stage, world, numel=1, **changes):
-    """Bytes of model state on one rank."""
     return sum(predicted_memory(Elements(numel), world, sizes(stage, **changes)).values())
 
 

@@ -178,7 +178,6 @@ def test_the_report_of_a_run_folder(tmp_path, capsys):
 
 
 def of_rank(path, rank, world):
-    """The file, now of this rank."""
     content = json.loads(path.read_text(encoding="utf-8"))
     content["distributedInfo"] = {"rank": rank, "world_size": world}
     path.write_text(json.dumps(content), encoding="utf-8")

@@ -87,7 +87,6 @@ def test_a_run_that_goes_on_elsewhere_keeps_the_batch(words, split, tmp_path, mo
 
 
 def saved(folder, *steps, latest=None):
-    """A folder with committed checkpoints."""
     for step in steps:
         (folder / tag_of(step)).mkdir(parents=True)
         (folder / tag_of(step) / "COMMIT").touch()
@@ -169,7 +168,6 @@ def test_a_run_goes_back_where_latest_cannot_be_read(tmp_path, monkeypatch, caps
 
 
 def way_on(monkeypatch, run_dir, step, *overrides):
-    """What is said after ``step`` of 10 steps."""
     monkeypatch.setattr(run_folder, "find_start", lambda *_: run_dir / "checkpoints" / "step")
     monkeypatch.setattr(run_folder, "read_manifest", lambda _: SimpleNamespace(counters={"global_steps": step}))
     return Command(("python", "train.py"), overrides, {}, False).way_on(run_dir, 10)
