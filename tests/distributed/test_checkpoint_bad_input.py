@@ -27,7 +27,6 @@ def save_two(rank, world, folder):
     steps(engine, rank, world, 2)
     engine.save_checkpoint(folder, tag="first")
     engine.save_checkpoint(folder, tag="second")
-    engine.destroy()
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,6 @@ def refused(rank, world, expected):
         assert message is not None and part in message, (folder, tag, message)
     assert engine.params_sha256() == before
     steps(engine, rank, world, 1)
-    engine.destroy()
 
 
 def test_folders_that_hold_no_such_checkpoint(ranks, saved, tmp_path):
@@ -150,7 +148,6 @@ def test_another_model(rank, world, saved, tmp_path, stage):
         steps(engine, rank, world, 3)
         if name == "larger":
             engine.save_checkpoint(tmp_path)
-        engine.destroy()
 
 
 @on_ranks()
@@ -168,7 +165,6 @@ def test_another_optimizer(rank, world, saved):
     assert "has 1 optimizer groups, and this run has 2; load_optimizer_states=False" in groups
     assert said(engine.load_checkpoint, saved, load_optimizer_states=False) is None
     assert engine.params_sha256() == sha, "the same values"
-    engine.destroy()
 
 
 class OneNumber(nn.Module):
@@ -195,10 +191,8 @@ def test_a_rank_that_holds_nothing(rank, world, tmp_path, stage):
         engine = start(OneNumber(), stage=stage, optimizer={"type": kind, "params": {"lr": 0.1, "weight_decay": 0.0}})
         engine.load_checkpoint(tmp_path)
         assert (steps(engine, rank, world, 4), engine.params_sha256()) == expected, kind
-        engine.destroy()
     engine = start(OneNumber(), stage=stage, optimizer=SGD)
     assert "has the state of torch.optim.adam" in said(engine.load_checkpoint, tmp_path)
-    engine.destroy()
 
 
 class Sullen:
@@ -238,7 +232,6 @@ def test_client_state(rank, world, tmp_path):
     vars(good["named self"])["self"] = 3
     engine.save_checkpoint(tmp_path, tag="good", client_state=good if rank == 0 else {"only": "rank 0's counts"})
     _, back = engine.load_checkpoint(tmp_path)
-    engine.destroy()
     assert list(back) == list(good), rank
     assert back["nan"] != back["nan"] and str(back[1, "a"]) == "-0.0" and back["numpy flag"] is True
     (one, other, *_), (*_, first, second) = back["tensors"], back["tensors"].values()
@@ -279,7 +272,6 @@ def test_ranks_that_disagree(rank, world, tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["here", ".lock"]
     process_group.barrier()
     engine.save_checkpoint(here, tag="tag")
-    engine.destroy()
 
 
 @on_ranks()
@@ -298,7 +290,6 @@ def test_numbers_of_numpys_and_torchs_in_a_config(rank, world, tmp_path):
     engine.config.optimizer.params["odd"] = Sullen()
     with patch.object(shard_file, "put", side_effect=AssertionError):
         assert "Sullen" in said(engine.save_checkpoint, tmp_path, tag="two")
-    engine.destroy()
 
 
 @on_ranks()
@@ -314,7 +305,6 @@ def test_another_kind_of_loss_scale(rank, world, tmp_path):
             engine.global_steps = 0
         steps(engine, rank, world, 1)
         engine.save_checkpoint(tmp_path)
-        engine.destroy()
 
 
 @on_ranks()
@@ -325,7 +315,6 @@ def test_a_frozen_parameter_of_a_dtype_that_is_not_known(rank, world, tmp_path):
     for without in (False, True):
         message = said(engine.save_checkpoint, tmp_path, exclude_frozen_parameters=without)
         assert "is torch.uint16, which a checkpoint cannot hold" in message
-    engine.destroy()
 
 
 @pytest.mark.parametrize("weights_alone", [False, True])
@@ -343,5 +332,4 @@ def test_a_disk_that_fails_while_it_is_read(rank, world, saved, weights_alone):
     with patch.object(engine.checkpointer, "_take_counters", side_effect=ValueError("on purpose")):
         assert "on purpose" in said(engine.load_checkpoint, saved, load_optimizer_states=False)
     assert "load the optimizer's states too" in said(engine.load_checkpoint, saved, load_module_only=True)
-    engine.destroy()
     assert "Input/output error; the disk cannot read it" in message and ".safetensors" in message

@@ -45,12 +45,10 @@ def test_a_run_that_goes_on_after_many_steps_measures_its_memory(rank, world, tm
     steps(engine, rank, world, 1)
     engine.global_steps = 1001
     engine.save_checkpoint(tmp_path)
-    engine.destroy()
     other = engine_for(world, 2)
     other.load_checkpoint(tmp_path)
     steps(other, rank, world, 1003)
     assert (other.micro_steps, off_forms(other.report())) == (1003, [])
-    other.destroy()
 
 
 PLACES = [(stage, world) for world in (1, 2, 3, 4) for stage in (0, 1, 2, 3)]
@@ -130,7 +128,6 @@ def bytes_of_a_load(rank, world, folder, stage):
     engine = engine_for(world, stage, model=TinyModel(hidden=400))
     with mock.patch.object(reader, "fill", wraps=reader.fill) as fill:
         engine.load_checkpoint(folder)
-    engine.destroy()
     return sum(len(call.args[2]) for call in fill.call_args_list)
 
 

@@ -36,7 +36,6 @@ def save_two(rank, world, folder, stage, precision):
         steps(engine, rank, world, until)
         engine.save_checkpoint(folder / name, tag="step", client_state={"x": torch.arange(3.0), "note": "kept"})
         right = right or state(engine)
-    engine.destroy()
     return right
 
 
@@ -89,7 +88,6 @@ def try_all(rank, world, folder, stage, precision, cases, right):
             shutil.rmtree(place) if place.is_dir() else place.unlink()
     assert state(engine) == right
     steps(engine, rank, world, 3)
-    engine.destroy()
     return seen
 
 
@@ -152,8 +150,6 @@ def try_the_damaged(rank, world, folder):
         messages.append((str(caught.value), caught.value.beside))
     engine.load_checkpoint(folder, "step_1")
     assert engine.global_steps == 1 and "is of another model" in messages[-1][0]
-    other.destroy()
-    engine.destroy()
     return messages
 
 

@@ -78,7 +78,6 @@ def test_the_disk_is_full_in_the_middle_of_a_save(rank, world, tmp_path, victim,
     engine.wait_for_checkpoint()
     assert names(tmp_path) == [".lock", "global_step1", "global_step2", "latest"]
     engine.load_checkpoint(tmp_path)
-    engine.destroy()
     assert f"checkpoint {tmp_path}/global_step2 was not saved: rank {victim}: " in message
     assert f"rank-0000{victim}-of-00002.safetensors: No space left on device" in message
     assert message.endswith("What was saved before is untouched")
@@ -91,7 +90,6 @@ def test_a_save_that_fails_while_the_other_rank_writes(rank, world, tmp_path):
     with only(rank == 0, shard_file, "put", scarce(5000)), only(rank == 0, async_save.shutil, "rmtree"):
         message = said(engine.save_checkpoint, tmp_path)
         assert names(tmp_path) == [".lock"]
-    engine.destroy()
     assert "rank 0: " in message
 
 
@@ -129,7 +127,6 @@ def test_a_commit_that_fails_and_a_disk_too_full_beforehand(rank, world, tmp_pat
     with only(rank == 0, shutil, "disk_usage", return_value=SimpleNamespace(free=1000)):
         too_full = said(engine.save_checkpoint, tmp_path, tag="fourth")
     assert names(tmp_path) == [".lock", "first", "latest", "third"]
-    engine.destroy()
     assert too_full.startswith(f"{tmp_path}: a checkpoint needs ")
     assert "kB and the disk has 1 kB left; make room" in too_full
 
@@ -158,7 +155,6 @@ def test_no_copy(rank, world, tmp_path, victim, what):
     assert f"{what.__name__}: no memory" in message and (rank == victim or f"rank {victim}: " in message)
     assert names(tmp_path) == [".lock"]
     engine.save_checkpoint(tmp_path)
-    engine.destroy()
 
 
 @on_ranks()
@@ -181,7 +177,6 @@ def test_places_that_cannot_be_written_or_are_taken(rank, world, tmp_path):
     engine.save_checkpoint(tmp_path, tag="empty")
     assert {(tmp_path / name).read_text() for name in ("notes", "plots/loss.png")} == {"mine"}
     steps(engine, rank, world, 1)
-    engine.destroy()
 
 
 HOLD = """
@@ -269,7 +264,6 @@ def test_a_folder_that_is_removed_or_renamed_between_two_saves(rank, world, tmp_
         if rank == 0 and how is not None:
             how(folder)
         process_group.barrier()
-    engine.destroy()
 
 
 @on_ranks()
@@ -288,7 +282,6 @@ def test_the_same_tag_again(rank, world, tmp_path):
     assert engine.global_steps == 3
     engine.save_checkpoint(tmp_path, tag="other", save_latest=False)
     assert names(tmp_path) == [".lock", "latest", "other", "same"]
-    engine.destroy()
 
 
 @on_ranks()
@@ -316,7 +309,6 @@ def test_old_checkpoints_are_removed(rank, world, tmp_path):
         engine.save_checkpoint(tmp_path, tag="turn_6", keep_last=2)
     assert seen == ([5] if rank == 0 else [])
     assert names(tmp_path)[-2:] == ["turn_5", "turn_6"] and len(names(tmp_path)) == 7
-    engine.destroy()
 
 
 def test_a_slow_save_gives_signs_of_life(tmp_path):
@@ -377,7 +369,6 @@ def test_a_disk_that_wants_the_page_cache(rank, world, tmp_path):
     steps(engine, rank, world, 2)
     engine.load_checkpoint(tmp_path)
     assert refused and fingerprints(engine) == kept
-    engine.destroy()
 
 
 @pytest.mark.parametrize("behind", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
@@ -395,7 +386,6 @@ def test_a_flush_that_takes_longer_than_a_collective_may(rank, world, tmp_path, 
     steps(engine, rank, world, 9)
     engine.load_checkpoint(tmp_path)
     assert fingerprints(engine) == kept
-    engine.destroy()
 
 
 @on_ranks()
@@ -412,7 +402,6 @@ def test_a_disk_that_hangs(rank, world, tmp_path):
         message = message or said(engine.wait_for_checkpoint)
     assert names(tmp_path) == [".lock", "latest", "step_1"]
     engine.load_checkpoint(tmp_path)
-    engine.destroy()
     assert "rank 1's disk has taken nothing for 0.3 s (comm.save_timeout_seconds)" in message
 
 
@@ -452,6 +441,5 @@ def test_no_flush_has_much_to_write(rank, world, tmp_path):
         engine.save_16bit_model(folder.with_name("model"))
     for asynchronous in (False, True):
         engine.load_checkpoint(folder, tag=f"behind={asynchronous}")
-    engine.destroy()
     assert sum(sizes) > 20_000 and max(sizes) <= 8192 + 2 * 4096
     assert {8192, 16384} <= set(told)

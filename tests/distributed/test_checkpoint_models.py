@@ -224,7 +224,6 @@ def test_resumed_to_the_bit(rank, world, tmp_path, what, stage):
     engine.load_checkpoint(tmp_path)
     assert everything(engine) == at_two, "after loading into a new engine"
     assert (go(engine, rank, world, 4), everything(engine)) == (rest, at_four)
-    engine.destroy()
     buffers = process_group.all_gather_object(at_two[2])
     assert what != "normed" or buffers[0] != buffers[1], "statistics that are each rank's own"
 
@@ -243,7 +242,6 @@ def test_frozen_parameters_left_out(rank, world, tmp_path, stage):
     engine.load_checkpoint(tmp_path, load_module_strict=False)
     assert fingerprints(engine) == saved
     go(engine, rank, world, 3)
-    engine.destroy()
 
 
 @on_ranks()
@@ -261,11 +259,9 @@ def test_the_module_only_and_another_schedule(rank, world, tmp_path):
     assert (engine.global_steps, engine.get_lr()) == (0, rate)
     engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
     assert engine.global_steps == 3 and engine.lr_scheduler.state_dict() != {}
-    engine.destroy()
     other = build("LambdaLR", 2)
     message = said(other.load_checkpoint, tmp_path)
     other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
-    other.destroy()
     assert "has the state of schedule deepzero.runtime." in message
     assert "this run's is torch.optim.lr_scheduler.LambdaLR; load_lr_scheduler_states=False" in message
 
@@ -298,7 +294,6 @@ def test_compiled_models(rank, world, tmp_path):
 
     plain = engine_of(2, False)
     expected = steps(plain, rank, world, 4)
-    plain.destroy()
     saved = None
     for until, stage, compiled in ((2, 2, True), (3, 3, False), (4, 2, True)):
         engine = engine_of(stage, compiled)
@@ -309,7 +304,6 @@ def test_compiled_models(rank, world, tmp_path):
         assert saved or losses == pytest.approx([r[1] for r in expected[:2]], abs=1e-5)
         engine.save_checkpoint(tmp_path)
         saved = fingerprints(engine)
-        engine.destroy()
     torch._dynamo.reset()
 
 
@@ -330,7 +324,6 @@ def test_buffers_that_the_model_has_rebound(rank, world, tmp_path, stage):
         loading.load_checkpoint(tmp_path)
         assert [loading.module.turned.tolist(), loading.module.inferred.tolist()] == saved
         steps(loading, rank, world, 2)
-        loading.destroy()
 
 
 @pytest.mark.parametrize("what", KEEPING)
@@ -343,7 +336,6 @@ def test_state_that_could_not_be_loaded_is_not_saved(rank, world, tmp_path, what
         engine.load_checkpoint(tmp_path)
     assert message is None if text is None else text in message
     assert everything(engine) == before
-    engine.destroy()
 
 
 @pytest.mark.parametrize(("saving", "loading", "text"), [
@@ -358,4 +350,3 @@ def test_what_is_not_of_this_run(rank, world, tmp_path, saving, loading, text):
     engine.destroy()
     engine = build(loading, 2)
     assert text in said(engine.load_checkpoint, tmp_path)
-    engine.destroy()

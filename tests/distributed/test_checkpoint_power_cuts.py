@@ -64,7 +64,6 @@ def load_all(rank, world, places, known):
     for step, place in places.items():
         engine.load_checkpoint(find_start("auto", place / "run"))
         assert (engine.global_steps, fingerprints(engine)) == (step, known[step])
-    engine.destroy()
 
 
 class Found(NamedTuple):

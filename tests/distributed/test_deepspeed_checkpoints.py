@@ -84,7 +84,6 @@ def moves_over(rank, world, folder, name, tag, stage):
     engine.save_checkpoint(folder / f"ours-{tag}-{name}-{stage}-{world}", tag="ours")
     engine.load_checkpoint(folder / f"ours-{tag}-{name}-{stage}-{world}")
     assert all(torch.equal(t, again[key][what]) for key, kept in values(engine).items() for what, t in kept.items())
-    engine.destroy()
 
 
 @pytest.mark.parametrize("name,tag,stage,world", [
@@ -184,7 +183,6 @@ def refuses(rank, world, folders):
         if what != "one bit":  # found while it is read: then nothing may be done but load again
             same = [torch.equal(t, before[k][w]) for k, kept in values(engine).items() for w, t in kept.items()]
             assert all(same) and engine.global_steps == 0, what
-    engine.destroy()
 
 
 def test_nothing_malformed_is_loaded_and_no_pickle_executed(ranks, theirs, tmp_path):
@@ -219,7 +217,6 @@ def weights_alone(rank, world, folder):
     assert client_state["best"] == 0.5 and {*client_state} == {*CLIENT_STATE, "best"} and engine.global_steps == SAVED
     said_once = ["client_state['where'] is a pathlib" in line and "left out" in line for line in lines]
     assert said_once == [True] * (rank == 0)
-    engine.destroy()
 
 
 def test_weights_alone_and_by_latest(ranks, theirs, tmp_path):
@@ -243,7 +240,6 @@ def test_load_universal_looks_for_its_own_latest_first(rank, world, tmp_path):
             engine.save_checkpoint(tmp_path, tag=tag)
         (tmp_path / "latest_universal").write_text("older\n")
         assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / found)
-        engine.destroy()
 
 
 def saves(rank, world, folder):
@@ -256,7 +252,6 @@ def saves(rank, world, folder):
         (folder / "zero_to_fp32.py").write_text("")  # cut short: the next save puts it right
     engine.save_checkpoint(folder, tag="some", exclude_frozen_parameters=True, save_latest=False)
     kept = {name: tensors["master"].clone() for name, tensors in values(engine).items()}
-    engine.destroy()
     return kept
 
 

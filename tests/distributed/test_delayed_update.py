@@ -122,7 +122,6 @@ def test_checkpoint(rank, world, tmp_path):
     straight.save_checkpoint(folder)
     losses += go(straight, rank, world, 5, 8)
     sha = straight.params_sha256()
-    straight.destroy()
     for steps in (0, 4):
         again = built(late(2, chaos=3))
         go(again, rank, world, 0, steps)  # after four an update is on its way when everything is replaced
@@ -130,7 +129,6 @@ def test_checkpoint(rank, world, tmp_path):
         # The delay of a run that goes on counts its steps from the beginning of the run.
         assert losses[5:] == go(again, rank, world, 5, 8)
         assert again.params_sha256() == sha
-        again.destroy()
 
 
 @on_ranks()
@@ -164,7 +162,6 @@ def test_steps_agree_by_their_one_message(rank, world):
             engine.module.norm.weight.add_(1)
     with pytest.raises(RuntimeError, match=("rank 1: " if rank == 0 else "^") + "parameter 'norm.weight' was written"):
         go(engine, rank, world, 7, 8)
-    engine.destroy()
 
 
 @on_ranks()
@@ -182,7 +179,6 @@ def test_step_hooks_of_the_program_are_refused(rank, world):
     for hook in hooks:
         hook.remove()
     go(engine, rank, world, 4, 5)
-    engine.destroy()
 
 
 @on_ranks()
@@ -213,7 +209,6 @@ def test_readers_and_writers(rank, world):
     safe_set_full_fp32_param(param, torch.ones(param.shape))
     with deepzero.zero.GatheredParameters(param):
         assert bool((param == 1).all())
-    engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -235,7 +230,6 @@ def test_finished_in_the_middle(rank, world, stage):
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|older values"):
         engine.backward(loss)
     engine.discard_gradients()
-    engine.destroy()
 
 
 @on_ranks()
@@ -265,7 +259,6 @@ def test_after_a_refused_step_gradients_are_those_of_the_step(rank, world):
         assert all(torch.equal(grad, mine[master]) for master, grad in fresh.items()), step
         assert all(grad.data_ptr() == mine[master].data_ptr() for master, grad in fresh.items()), step
         engine.step()
-    engine.destroy()
 
 
 def refuse(*_, **__):
@@ -292,7 +285,6 @@ def test_an_update_that_fails_is_not_forgotten(rank, world, tmp_path):
             again()
     engine.load_checkpoint(folder)
     go(engine, rank, world, 0, 3)
-    engine.destroy()
 
 
 @on_ranks()

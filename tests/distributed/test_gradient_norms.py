@@ -43,7 +43,6 @@ def test_layers_have_the_norms_of_plain_torch(rank, world, case):
     engine = built(settings)
     assert engine.gradient_norms() == {}
     whole, found = one_step(engine, rank, world).grad_norm, engine.gradient_norms()
-    engine.destroy()
     check_alike((found, whole))
     assert found == pytest.approx(expected(world), rel=2e-2 if CASES[case].get("precision") else 1e-5)
     assert {"gradients/blocks.0", "gradients/blocks.1", "gradients/embed", "gradients/norm"} == set(found)

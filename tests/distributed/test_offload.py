@@ -161,7 +161,6 @@ def test_any_elementwise_optimizer(rank, world, name):
         engine = built(case, model, optimizer=optimizer)
         go(engine, rank, world, 0, 4)
         found.append((engine.last_step.loss, engine.params_sha256()))
-        engine.destroy()
     assert found[0] == found[1] == found[2]
 
 
@@ -239,7 +238,6 @@ def test_checkpoints_with_and_without(rank, world, stage, pairs, tmp_path):
         second.load_checkpoint(tmp_path / str(number))
         went_on = go(second, rank, world, 2, 4)
         assert begun + went_on == wanted and second.params_sha256() == straight.params_sha256(), names
-        second.destroy()
 
 
 def look_inside(rank, world, case):
@@ -292,7 +290,6 @@ def test_writes_between_steps(rank, world, stage, tmp_path):
         go(engine, rank, world, 2, 3)
         engine.load_module_state_dict(state)
         found.append((evaluated, go(engine, rank, world, 3, 5), engine.params_sha256()))
-        engine.destroy()
     assert found[0] == found[1] == found[2]
 
 
@@ -339,7 +336,6 @@ def adapted(rank, world, case, init):
     losses = go(engine, rank, world, 0, 3)
     memory = engine.report()["memory"]
     sha = engine.params_sha256()
-    engine.destroy()
     return losses, sha, memory
 
 
@@ -472,7 +468,6 @@ def cut_and_trained(rank, world, remote, case):
         engine.step()
         losses.append(engine.last_step.loss)
     sha = engine.params_sha256()
-    engine.destroy()
     return losses, sha, asked
 
 

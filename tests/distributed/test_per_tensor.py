@@ -179,7 +179,6 @@ def count_calls(rank, world, given, model, steps):
         go(engine, rank, world, 0, steps)
     kept = sum("momentum_buffer" in state for state in engine.optimizer.state.values())
     sha = engine.params_sha256()
-    engine.destroy()
     return calls, kept, sha
 
 
@@ -272,7 +271,6 @@ def test_a_part_of_the_model(rank, world):
         assert sum(owners) == (2 if stage else 4), "two of three are trained; in stage 0 by each rank"
         with deepzero.zero.GatheredParameters(engine.module.blocks[1][2].weight):
             assert torch.equal(engine.module.blocks[1][2].weight, frozen)
-        engine.destroy()
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -298,7 +296,6 @@ def goes_on(rank, world, folder, given, save):
         engine.load_checkpoint(str(folder))
     found = states(engine)
     losses = go(engine, rank, world, 2, 4)
-    engine.destroy()
     return found, losses
 
 

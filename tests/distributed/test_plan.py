@@ -109,7 +109,6 @@ def test_the_plan_is_what_is_executed(rank, world_size, case):
     third = step(engine)
     assert third == what_happened(planned.events) and len(third) >= 10
     assert planned.traffic == ledger.last_step
-    engine.destroy()
 
 
 @on_ranks()
@@ -124,7 +123,6 @@ def test_a_plan_is_followed_from_the_first_step(rank, world_size):
         digests.append(engine.params_sha256())
         training = engine.stage.coordinator.training
         assert training.plan == planned.trace.plan and training.dropped == 0
-        engine.destroy()
     assert digests[0] == digests[1]
     assert first == second == what_happened(planned.events)
 
@@ -142,7 +140,6 @@ def test_a_plan_for_others_is_refused(rank, world_size):
         engine, *_ = deepzero.initialize(model=GPT(MODEL), config=run_with)
         with pytest.raises(ConfigError, match=said):
             follow(engine, plan)
-        engine.destroy()
 
 
 def measure(rank, world_size):

@@ -61,7 +61,6 @@ def train_cases(rank, world, cases, steps):
     for stage, precision, changes in cases:
         engine = start(stage, precision, world, **changes)
         found.append((str(go(engine, 0, steps)), engine.params_sha256()))
-        engine.destroy()
     return found
 
 
@@ -130,7 +129,6 @@ def test_a_program_is_told_of_micro_batches_of_another_size(rank, world, tmp_pat
         with mock.patch.object(checkpointer.log, "warning") as warned:
             engine.load_checkpoint(tmp_path)
         assert warned.call_count == said
-        engine.destroy()
     (text, cut), _ = warned.call_args
     assert text % cut == (
         "other bits from here on: the checkpoint's steps had 6 micro-batches of 1 sequences, and this run's have 2"
@@ -160,7 +158,6 @@ def test_whole_sums_within_a_step(rank, world):
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
         found.append((engine.last_step.grad_norm, engine.params_sha256()))
-        engine.destroy()
     assert found[:3] == found[3:] and found[0] != found[1]
 
 
@@ -176,9 +173,7 @@ def test_what_is_promised_and_refused(rank, world):
                 engine.no_sync(),
             ):
                 pass
-        engine.destroy()
     engine = start(1, "bf16", world, comm={"world_size_invariant": False})
     assert "stage 1 sums a rank's micro-batches first (set comm.world_size_invariant=true" in engine.describe_bits()
-    engine.destroy()
     with pytest.raises(ConfigError, match="number of ranks: sums are the backend's"):
         start(2, "bf16", world, comm={"reduce": "native"})
