@@ -179,7 +179,7 @@ def test_gradients_of_many_and_parameters_of_none(rank, world, stage):
     model[1].weight = nn.Parameter(torch.empty(0, 8))
     model[0].bias.requires_grad_(False)
     engine, *_ = deepzero.initialize(
-        model=model, model_parameters=model.parameters(), config=config(stage=stage, zero=WHOLE if stage == 3 else {})
+        model=model, model_parameters=model.parameters(), config=config(stage=stage, zero=WHOLE)
     )
     new = torch.arange(64.0).view(8, 8)
     for _ in range(2):

@@ -4,7 +4,6 @@ import copy
 import gc
 import inspect
 import pickle
-import tempfile
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -43,16 +42,15 @@ def without_optimizer(**changes):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks()
-def test_without_an_optimizer(rank, world, stage):
+def test_without_an_optimizer(rank, world, tmp_path, stage):
     """A reference model: same outputs, parameters and nothing else, no training; it takes a trained one's values."""
-    batch, zero = make_batch(0, 2), WHOLE if stage == 3 else {}
-    folder = process_group.broadcast_object(tempfile.mkdtemp())
-    trained = start(make_model(seed=1), stage=stage, precision="bf16", zero=zero)
+    batch = make_batch(0, 2)
+    trained = start(make_model(seed=1), stage=stage, precision="bf16", zero=WHOLE)
     one_step(trained, rank, world)
-    trained.save_checkpoint(folder)
+    trained.save_checkpoint(tmp_path)
 
     schedule = {"type": "WarmupLR", "params": {}}  # it comes with many a config, and has nothing to move here
-    settings = without_optimizer(stage=stage, precision="bf16", zero=zero, scheduler=schedule)
+    settings = without_optimizer(stage=stage, precision="bf16", zero=WHOLE, scheduler=schedule)
     model, other = make_model(), make_model()
     other.head.weight.requires_grad_(False)
     with deepzero.zero.Init(enabled=stage == 3):
@@ -70,17 +68,17 @@ def test_without_an_optimizer(rank, world, stage):
             call()
     with pytest.raises(RuntimeError, match="does not require grad"):
         engine(*batch).backward()
-    engine.load_checkpoint(folder, load_module_only=True)
+    engine.load_checkpoint(tmp_path, load_module_only=True)
     with torch.no_grad():
         assert torch.equal(engine(*batch), trained(*batch))
     assert engine.params_sha256() == trained.params_sha256()
-    engine.save_checkpoint(folder, tag="evaluated")
+    engine.save_checkpoint(tmp_path, tag="evaluated")
     whole = engine._zero3_consolidated_16bit_state_dict()
     assert (whole is None) == (rank > 0) and (rank or whole.keys() == model.state_dict().keys())
     engine.destroy()
     assert all(param.requires_grad for param in model.parameters())
     evaluated, *_ = deepzero.initialize(model=other, config=settings)
-    evaluated.load_checkpoint(folder, tag="evaluated")
+    evaluated.load_checkpoint(tmp_path, tag="evaluated")
     check_alike((evaluated.params_sha256(), evaluated.params_sha256() == trained.params_sha256()))
     evaluated.destroy()
     assert [name for name, p in other.named_parameters() if not p.requires_grad] == ["embed.weight"]  # which is tied
@@ -181,7 +179,7 @@ def test_names_on_the_engine(rank, world):
 @on_ranks()
 def test_in_deepspeeds_place(rank, world, stage):
     """Behind ``import deepspeed``: masters are made of rounded values, a step may find a parameter frozen."""
-    settings = config(stage=stage, precision="bf16", zero=WHOLE if stage == 3 else {})
+    settings = config(stage=stage, precision="bf16", zero=WHOLE)
     plain = {name: param.detach().clone() for name, param in make_model().named_parameters()}
     with front.RoundedInit(config_dict_or_path=settings, enabled=stage == 3):
         model = make_model()

@@ -134,7 +134,6 @@ def test_checkpoint(rank, world, tmp_path):
 @on_ranks()
 def test_what_a_late_step_moved_is_measured(rank, world):
     """Master and two moments read and written, a gradient read, the new parameter written, by one update each."""
-    # What the step on the host moved, how long that took, and more than that; and how many elements it is for.
     case = late(2)
     began = time.perf_counter()
     engine = built(case)
@@ -214,8 +213,7 @@ def test_readers_and_writers(rank, world):
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks()
 def test_finished_in_the_middle(rank, world, stage):
-    """Between two passes it is new values; a graph over the old ones is refused, not mixed."""
-    # Two micro-batches; the update is finished between the first one's backward pass and the second.
+    """Between two micro-batches it is new values; a graph over the old ones is refused, not mixed."""
     engine = built(late(stage, gradient_accumulation_steps=2, after=0))
     go(engine, rank, world, 0, 2)
     micro = my_micro_batches(2, rank, world, engine.batch.micro_batch, 2)
@@ -229,7 +227,6 @@ def test_finished_in_the_middle(rank, world, stage):
     engine.finish_delayed_update()
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|older values"):
         engine.backward(loss)
-    engine.discard_gradients()
 
 
 @on_ranks()

@@ -229,7 +229,6 @@ def test_parameter_groups(rank, world):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @on_ranks(4)
 def test_more_ranks_than_elements(rank, world, stage):
-    torch.manual_seed(0)
     engine = start(nn.Linear(1, 1, bias=False), stage=stage, optimizer=SGD, train_micro_batch_size_per_gpu=1)
     initial = engine.module.weight.item()
     engine.backward(engine(torch.tensor([[float(rank + 1)]])).sum())
@@ -366,7 +365,7 @@ class InPlace(nn.Linear):
 @on_ranks(1)
 def test_a_change_in_place_is_noticed_behind_hooks_on_saved_tensors(rank, world, settings):
     for stage in (2, 3):
-        engine = start(InPlace(LENGTH, 3), stage=stage, zero=WHOLE if stage == 3 else {}, **settings)
+        engine = start(InPlace(LENGTH, 3), stage=stage, zero=WHOLE, **settings)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             engine.backward(engine(torch.ones(2, LENGTH)))
 
@@ -383,7 +382,7 @@ class TwoOutputs(nn.Linear):
 @on_ranks(1)
 def test_an_output_without_a_backward_pass_is_freed_behind_hooks_on_saved_tensors(rank, world, settings):
     for stage in (2, 3):
-        engine = start(TwoOutputs(LENGTH, 3), stage=stage, zero=WHOLE if stage == 3 else {}, **settings)
+        engine = start(TwoOutputs(LENGTH, 3), stage=stage, zero=WHOLE, **settings)
         loss, output = engine(torch.ones(2, LENGTH))
         engine.backward(loss)
         ref = weakref.ref(output)

@@ -181,7 +181,7 @@ def test_a_second_engine_takes_the_model(rank, world, stages):
 @on_ranks()
 def test_what_is_refused_takes_no_engine_its_model(rank, world, stage):
     """Settings, an optimizer, a schedule that cannot be used, of this rank or of another: the first engine goes on."""
-    engine = start(make_model(), stage=stage, precision="bf16", zero=WHOLE if stage == 3 else {})
+    engine = start(make_model(), stage=stage, precision="bf16", zero=WHOLE)
     model, settings = engine.module, config(stage=stage)
     foreign = torch.optim.SGD(make_model().parameters(), lr=0.1)
     late = {"type": "WarmupLR", "params": {"warmup_num_steps": "many"}}

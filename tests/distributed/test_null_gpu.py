@@ -290,7 +290,7 @@ def of_several_streams(stage):
         with torch._C.DisableTorchFunction():
             return register(param, on_another_stream(param, hook) if next(numbers) % 2 else hook)
 
-    given = config(stage=stage, bucket=1500, precision="bf16", zero=WHOLE if stage == 3 else {})
+    given = config(stage=stage, bucket=1500, precision="bf16", zero=WHOLE)
     with (
         mock.patch.object(torch.Tensor, "register_post_accumulate_grad_hook", elsewhere),
         engine_in(null_gpu(mirrors=2), given) as (engine, _),

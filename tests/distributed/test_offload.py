@@ -432,7 +432,7 @@ def test_destroyed_and_built_again(rank, world):
 
 
 WIDE = ModelConfig(
-    vocab_size=40, block_size=8, n_layer=3, n_head=2, n_embd=24, tied=False, activation_checkpointing=True
+    vocab_size=40, block_size=8, n_layer=2, n_head=2, n_embd=24, tied=False, activation_checkpointing=True
 )
 
 

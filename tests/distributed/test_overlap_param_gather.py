@@ -25,7 +25,7 @@ FP16 = {"fp16": {"initial_scale_power": 16, "hysteresis": 1}}  # its first step 
 def twins(precision, stage, zero, **fixed):
     """The same run without and with, calm and under chaos."""
     more = {"precision": precision, "stage": stage, **fixed, **(FP16 if precision == "fp16" else {})}
-    zero = {**(WHOLE if stage == 3 else {}), **zero}
+    zero = {**(WHOLE), **zero}
     yield config(bucket=1500, zero=zero, **more)
     for bucket, chaos in ((1500, None), (200, 7)):
         yield config(bucket=bucket, chaos=chaos, overlap=chaos is None, zero={**OVERLAP, **zero}, **more)

@@ -97,7 +97,7 @@ OTHERS = {
 def settings(stage, world=1, optimizer=MUON, whole_batch=12, **changes):
     accumulation = changes.get("gradient_accumulation_steps", 1)
     size = {"train_micro_batch_size_per_gpu": whole_batch // world // accumulation}
-    zero = {**(WHOLE if stage == 3 else {}), **changes.pop("zero", {})}
+    zero = {**(WHOLE), **changes.pop("zero", {})}
     return config(stage=stage, zero=zero, bucket=changes.pop("bucket", 900), optimizer=optimizer, **size, **changes)
 
 

@@ -38,8 +38,7 @@ def test_one_rank_is_the_plain_loop(rank, world, name, stage):
     """Ten steps beside a plain loop; every parameter and every moment compared after each."""
     plain, model = make_model(), make_model()
     reference, optimizer = (build(name, one.parameters()) for one in (plain, model))
-    zero = WHOLE if stage == 3 else {}
-    engine = built(config(stage=stage, bucket=1500, gradient_clipping=0, zero=zero), model, optimizer=optimizer)
+    engine = built(config(stage=stage, bucket=1500, gradient_clipping=0, zero=WHOLE), model, optimizer=optimizer)
     for step in range(10):
         ids, labels = make_batch(step, 2)
         reference.zero_grad()

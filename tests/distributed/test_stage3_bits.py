@@ -52,6 +52,6 @@ def test_accumulation(ranks):
 def test_fp16(ranks):
     """Overflow, skipped steps and all."""
     fp16 = {"initial_scale_power": 16, "loss_scale_window": 4, "hysteresis": 1}
-    settings = [config(stage=s, precision="fp16", fp16=fp16, bucket=1500, zero=WHOLE if s == 3 else {}) for s in (2, 3)]
+    settings = [config(stage=s, precision="fp16", fp16=fp16, bucket=1500, zero=WHOLE) for s in (2, 3)]
     (_, norms, _), _ = check_same_bits(ranks, settings, 6)
     assert {norm == float("inf") for norm, _ in norms} == {True, False}

@@ -273,7 +273,7 @@ def test_gathered_parameters_in_all_stages(rank, world):
 
 
 def gathered(rank, world, stage):
-    engine = start(make_model(), stage=stage, bucket=1500, zero=WHOLE if stage == 3 else {}, precision="bf16")
+    engine = start(make_model(), stage=stage, bucket=1500, zero=WHOLE, precision="bf16")
     model = engine.module
     weight, other = model.blocks[0][1].weight, model.norm.weight
     with GatheredParameters([weight, other], modifier_rank=1):
@@ -348,7 +348,7 @@ def test_use_and_writes_without_gathering_are_refused(rank, world):
 def test_loading_saving_and_destroying(rank, world):
     source, hashes = {name: value.clone() for name, value in make_model(9).state_dict().items()}, []
     for stage in (2, 3):
-        engine = start(make_model(), stage=stage, bucket=1500, zero=WHOLE if stage == 3 else {}, precision="bf16")
+        engine = start(make_model(), stage=stage, bucket=1500, zero=WHOLE, precision="bf16")
         engine.load_module_state_dict(source)
         state = engine.module_state_dict()
         assert list(state) == list(source)

@@ -1,7 +1,5 @@
 """What users do to partitioned parameters that they should not, or that is rare: it works, or it raises and goes on."""
 
-import shutil
-import tempfile
 from functools import partial
 from unittest import mock
 
@@ -12,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import deepzero
 from deepzero import zero
-from deepzero.comm import process_group
 from deepzero.health.desync_watchdog import RankLeftError
 from deepzero.runtime.consistency import RankMismatchError
 from deepzero.runtime.zero import gradient_reduction
@@ -81,7 +78,7 @@ def two_steps(engine, rank):
 
 @pytest.mark.parametrize(("precision", "modifier"), [("fp32", None), ("bf16", 0)])
 @on_ranks()
-def test_what_is_held_over_a_step_or_a_load_has_the_new_values(rank, world, precision, modifier):
+def test_what_is_held_over_a_step_or_a_load_has_the_new_values(rank, world, tmp_path, precision, modifier):
     """And the next forward pass computes with them. What is held when the engine ends stays, whole and plain."""
     held, plain = (engine_of(bucket=100, precision=precision, frozen=True) for _ in range(2))
     first, second = held.module.first, held.module.second
@@ -90,14 +87,13 @@ def test_what_is_held_over_a_step_or_a_load_has_the_new_values(rank, world, prec
         assert two_steps(held, rank) == two_steps(plain, rank)
         first.bias.partition()
     assert held.params_sha256() == plain.params_sha256()
-    folder = process_group.broadcast_object(tempfile.mkdtemp())
-    plain.save_checkpoint(folder)
+    plain.save_checkpoint(tmp_path)
     step(held, rank)
     with GatheredParameters(second.weight, modifier_rank=0), torch.no_grad():
         second.weight.zero_()
     context = GatheredParameters([first.weight, second.weight], modifier_rank=modifier)
     with context:
-        held.load_checkpoint(folder)
+        held.load_checkpoint(tmp_path)
         with GatheredParameters(plain.module.parameters()):
             assert torch.equal(first.weight, plain.module.first.weight)
             assert torch.equal(second.weight, plain.module.second.weight)
@@ -107,8 +103,6 @@ def test_what_is_held_over_a_step_or_a_load_has_the_new_values(rank, world, prec
     with GatheredParameters(plain.module.parameters()):
         pairs = zip(held.module.parameters(), plain.module.parameters(), strict=True)
         assert all(type(mine) is nn.Parameter and torch.equal(mine, other) for mine, other in pairs)
-    if rank == 0:
-        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -230,7 +230,6 @@ def test_leaf_modules_for_experts_without_tokens(rank, world):
 @on_ranks(1)
 def test_registered_external_parameter(rank, world, late):
     """A parameter that is registered, before or after a first step, is fetched with the module that uses it."""
-    torch.manual_seed(0)
     model = OutsideItsModule()
     if not late:
         zero.register_external_parameter(model, model.first.weight)
@@ -303,7 +302,6 @@ class Changing(Base):
 
 @on_ranks()
 def test_another_order_is_recorded_anew(rank, world):
-    torch.manual_seed(0)
     model = Changing()
     engine, *_ = deepzero.initialize(model=model, config=config(stage=3, bucket=700, zero=WHOLE))
     for step in range(6):

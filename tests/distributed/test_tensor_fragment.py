@@ -162,10 +162,9 @@ def test_what_is_found_is_what_the_step_uses(rank, world, reduce, precision):
     What plain torch has: ``test_plain_torch.py:test_one_rank_is_the_plain_loop``.
     """
     for stage in STAGES:
-        zero = WHOLE if stage == 3 else {}
         more = {"fp16": {"initial_scale_power": 10}} if precision == "fp16" else {}
         engine = start(
-            make_model(), stage=stage, bucket=1500, precision=precision, reduce=reduce, zero=zero, gradient_clipping=0,
+            make_model(), stage=stage, bucket=1500, precision=precision, reduce=reduce, zero=WHOLE, gradient_clipping=0,
             gradient_accumulation_steps=2, overlap=True, optimizer={"type": "SGD", "params": {"lr": 1.0}}, **more,
         )  # fmt: skip
         params = list(engine.module.parameters())
@@ -199,8 +198,7 @@ class HalfFrozen(nn.Module):
 @pytest.mark.parametrize("stage", TWO_STAGES)
 @on_ranks()
 def test_nothing_there(rank, world, stage):
-    zero = WHOLE if stage == 3 else {}
-    engine = start(HalfFrozen(), stage=stage, precision="bf16", zero=zero)
+    engine = start(HalfFrozen(), stage=stage, precision="bf16", zero=WHOLE)
     frozen, trained, unused = (getattr(engine.module, n).weight for n in ("frozen", "trained", "unused"))
     engine.backward(engine(torch.ones(2, 6, dtype=torch.bfloat16)))
     assert utils.safe_get_full_grad(unused).count_nonzero() == 0 < utils.safe_get_full_grad(trained).count_nonzero()

@@ -27,7 +27,7 @@ class Dropping(TinyModel):
 
 def settings(stage, precision, world, micro_batches=6, **changes):
     """So many micro-batches of one sequence, over all ranks; fp16 has no overflow of its own for some steps."""
-    zero = {**(WHOLE if stage == 3 else {}), **changes.pop("zero", {})}
+    zero = {**(WHOLE), **changes.pop("zero", {})}
     comm = {"reduce": "exact", "world_size_invariant": True, **changes.pop("comm", {})}
     fp16 = {"fp16": {"initial_scale_power": 10, "hysteresis": 1, "loss_scale_window": 5}} if precision == "fp16" else {}
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches // world}

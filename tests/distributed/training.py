@@ -230,7 +230,7 @@ def same_in_stages_2_and_3(make: Any, step: Any, steps: int = 3, **changes: Any)
     outcomes = []
     for stage in (2, 3):
         torch.manual_seed(0)
-        engine = start(make(stage), **{"stage": stage, "bucket": 700, "zero": WHOLE if stage == 3 else {}, **changes})
+        engine = start(make(stage), **{"stage": stage, "bucket": 700, "zero": WHOLE, **changes})
         outcomes.append(([step(engine, number) for number in range(steps)], engine.params_sha256()))
         assert stage == 2 or engine.stage.coordinator.training.dropped == 0
         engine.destroy()
