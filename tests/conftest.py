@@ -1,7 +1,5 @@
 """What all tests share: the pool of ranks, real runs, the CPU as device, and the GPU tests' skip."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """Who listens where: what a process of a run has opened, read from the kernel's tables; and what a stranger can do."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os

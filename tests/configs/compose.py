@@ -1,7 +1,5 @@
 """Compose configs in this process, as `python train.py ARGUMENTS` would."""
 
-from __future__ import annotations
-
 import functools
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tests of checkpoints share: training in stretches, and everything that has to have the same bits."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ its hash written anew (another learning rate, two rows of the same length exchan
 CRC-32, and a ``latest`` or ``COMMIT`` that has lost its line end.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

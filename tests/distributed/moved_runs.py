@@ -9,8 +9,6 @@ Beside them lies ``stage3-bf16``, two ranks' checkpoint after four steps of the 
 place of :class:`Affine`; DeepSpeed's next loss on rank 0 is :data:`NEXT_LOSS`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from types import SimpleNamespace

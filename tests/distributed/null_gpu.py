@@ -1,7 +1,5 @@
 """Simulated streams for tests: any number of ranks, of which this process is the first one, alone."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 

@@ -31,8 +31,6 @@ In each case, and on Ctrl-C, all ranks of that sub-pool are killed, and the next
 A rank whose parent has vanished ends by itself. Ranks meet as the launcher's do, in a folder of their own.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

@@ -11,8 +11,6 @@ those of its last flush, none, zeros in their place, or some blocks only. This i
 what POSIX allows all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools
@@ -181,11 +179,7 @@ def _site() -> str:
 
 
 class Disk:
-    """The disk while a record is played: what is certain, and what is not yet.
-
-    Args:
-        ignored: names that nobody reads.
-    """
+    """The disk while a record is played: what is certain, and what is not yet. Nobody reads ``ignored`` names."""
 
     def __init__(self, ignored: Callable[[str], bool]) -> None:
         self.world, self.ignored = World(), ignored
@@ -306,16 +300,10 @@ def losses(
     settled: int = 0,
     chance: random.Random | None = None,
 ) -> Iterator[str]:
-    """Everything that power cuts lose.
+    """Everything that power cuts lose: whatever ``look`` finds on a disk that ``lost(last mark, found)`` calls a loss.
 
-    Args:
-        events: the record.
-        look: what a disk has.
-        lost: (the last mark, what ``look`` found) → whether that is a loss.
-        ignored: names that nobody reads.
-        first: the first instant that matters.
-        settled: what was recorded before is on the disk, however it came there.
-        chance: draws what lies between the extremes; None: only those.
+    Nobody reads names that are ``ignored``; before the instant ``first`` nothing matters, and what was recorded before
+    ``settled`` is on the disk, however it came there. ``chance`` draws what lies between the extremes.
     """
     disk, told, seen = Disk(ignored), None, set()
     for number, event in enumerate(events):
@@ -337,12 +325,7 @@ def losses(
 
 
 def idle_flushes(events: Sequence[Event], search: Callable[..., Iterator[str]]) -> set[str]:
-    """What the program flushes, and where, for nothing: without any one of these nothing is lost.
-
-    Args:
-        events: the record.
-        search: :func:`losses` of the events that it is given, from the instant ``first`` on.
-    """
+    """What is flushed, and where, for nothing; ``search(events, first)`` is :func:`losses` from that instant on."""
     flushes = [(number, event[2]) for number, event in enumerate(events) if event[0] == "flush"]
     needed: set[str] = set()
     for number, site in flushes:

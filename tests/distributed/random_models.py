@@ -1,7 +1,5 @@
 """A random small model and a random way to train it, both told by a number."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The power goes at any instant: what was saved is there, whole, and newest; and no flush is made for nothing."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

@@ -112,10 +112,7 @@ def test_zero_grad_keeps_the_count_of_micro_batches(rank, world, stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks()
 def test_discarded_gradients_leave_nothing(rank, world, stage):
-    """``discard_gradients`` in the middle of a step: it begins again with its first micro-batch.
-
-    And evaluations between micro-batches change nothing.
-    """
+    """It begins the step again, with its first micro-batch; evaluations between micro-batches change nothing."""
     results = []
     for disturb in (False, True):
         engine = start(make_model(), stage=stage, bucket=800, zero=WHOLE, gradient_accumulation_steps=3)

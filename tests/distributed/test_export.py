@@ -165,10 +165,7 @@ def test_several_files(ranks, tmp_path):
 
 
 def test_pieces_and_the_reader_of_the_book(ranks, tmp_path, monkeypatch):
-    """A parameter larger than a piece goes through in pieces, from whichever shards hold it.
-
-    docs/export.md shows how to read masters with numpy alone.
-    """
+    """A large parameter goes in pieces, from all shards that hold it; docs/export.md reads masters with numpy alone."""
     state, masters = ranks.run(saved, tmp_path, 3, "bf16", world_size=2)[0]
     monkeypatch.setattr(exporting, "PIECE_BYTES", 100)
     monkeypatch.setattr(reader, "READ_BYTES", 512)

@@ -151,9 +151,7 @@ def test_a_disk_that_fails_in_a_step(rank, world, tmp_path):
     step = shard.step
 
     def failing(*given):
-        """The first write of a step fails on one rank, the others are slow: what is under way must not land on what is
-        loaded.
-        """
+        """The first write of a step fails on one rank; the others are slow, and must not land on what is loaded."""
         if next(calls) == 0:
             raise OSError(errno.EIO, "Input/output error")
         time.sleep(0.2)

@@ -1,7 +1,5 @@
 """Short ways: how many functions of deepzero's own stand between a hook of torch's and torch's collective."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
@@ -18,12 +16,7 @@ PACKAGE = os.path.dirname(deepzero.__file__) + os.sep
 
 @contextlib.contextmanager
 def chains(collectives, hooks):
-    """The ways to torch's functions named in ``collectives`` from where torch calls back: lists of (file, function).
-
-    Args:
-        collectives: names of functions of ``torch.distributed``.
-        hooks: names of torch's functions from inside of which deepzero's hooks are called.
-    """
+    """The ways from torch's ``hooks``, which call deepzero's, to torch's ``collectives``: lists of (file, function)."""
     found = []
 
     def look(frame, event, _):

@@ -5,8 +5,6 @@ folder is looked at from outside; at the start of each life the loaded bits and 
 of a run that nobody has disturbed.
 """
 
-from __future__ import annotations
-
 import atexit
 import dataclasses
 import functools

@@ -96,7 +96,7 @@ def check_account(report, label):
     sampled([(2, 2, 3), (3, 1, 1)], (1, 2, 3), (1, 2, 4), (1, 3), slow=[(3, 2, 1), (1, 2, 1)]),
 )
 def test_same_bits(ranks, stage, world, accumulation):
-    """Ratios, accumulation, chaos; the same Adam kernel with and without offload.
+    """The same Adam kernel with and without offload.
 
     On one rank nothing is gathered that copies could hide behind. Of one large bucket several reductions are under
     way, and each goes on with the sum that the one before leaves.
@@ -198,9 +198,7 @@ def test_device_memory(ranks):
 
 @on_ranks()
 def test_order_of_events(rank, world):
-    """Gradients leave during the backward pass; a bucket's parameters leave before the next one's, and are gathered
-    while the CPU steps on.
-    """
+    """Gradients leave in the backward pass; each bucket's parameters first of all, gathered while the CPU steps on."""
     engine = built(settings(2, 1.0, precision="bf16"))
     engine.ledger.trace = True
     go(engine, rank, world, 0, 1)

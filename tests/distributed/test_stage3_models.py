@@ -3,8 +3,6 @@
 How a weight may be used, and kept until the backward pass: ``test_stage3_held.py``.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import warnings

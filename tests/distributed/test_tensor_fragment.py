@@ -157,10 +157,7 @@ def test_local_fragments_make_the_whole(ranks, stage):
 ))  # fmt: skip
 @on_ranks(None)
 def test_what_is_found_is_what_the_step_uses(rank, world, reduce, precision):
-    """Between the last backward pass and the step: what is found is what a step with SGD then uses.
-
-    What plain torch has: ``test_plain_torch.py:test_one_rank_is_the_plain_loop``.
-    """
+    """By a step with SGD. What plain torch has: ``test_plain_torch.py:test_one_rank_is_the_plain_loop``."""
     for stage in STAGES:
         more = {"fp16": {"initial_scale_power": 10}} if precision == "fp16" else {}
         engine = start(

@@ -27,10 +27,7 @@ def settings(zero, per_node=2, **changes):
 
 @pytest.mark.parametrize("accumulation", sampled([], (1, 2), slow=[(2,)]))
 def test_same_bits_however_it_is_run(ranks, accumulation):
-    """Overlap, prefetch, chaos, offload of states and parameters, MiCS in place of hpZ; with evaluations in between.
-
-    A resume in the middle: ``test_zeropp_weights.py:test_checkpoint_in_the_middle``.
-    """
+    """Also with MiCS in place of hpZ. A resume: ``test_zeropp_weights.py:test_checkpoint_in_the_middle``."""
     zero = {**ALL, "quantization": SHORT}
     more = {"gradient_accumulation_steps": accumulation}
     mics = {**{k: v for k, v in zero.items() if k != "zero_hpz_partition_size"}, "mics_shard_size": 2}

@@ -220,10 +220,7 @@ def test_a_write_to_quantised_values_is_refused(rank, world):
 ])  # fmt: skip
 @on_ranks(4)
 def test_checkpoint_in_the_middle(rank, world, tmp_path, zero):
-    """Saved and loaded: the same bits as without; hpZ's second partition is not taken for the new values'.
-
-    Of frozen parameters and MiCS what is kept is renewed by the load. Nothing is kept after the engine's end.
-    """
+    """What hpZ keeps is not taken for the new values; of frozen parameters, and in MiCS, it is renewed by the load."""
     given = settings(zero, precision="bf16")
     (losses, _, sha), _ = train(rank, world, given, 6, frozen_embedding)
     engine = built(given, frozen_embedding)

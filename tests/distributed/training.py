@@ -1,7 +1,5 @@
 """A small model and a training loop that runs on the ranks of the pool. Shared by the tests of the engine."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging

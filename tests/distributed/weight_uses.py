@@ -1,7 +1,5 @@
 """Ways to use a weight, and models of blocks that do. For the tests that compare stage 3 with stage 2."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

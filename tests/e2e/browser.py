@@ -1,7 +1,5 @@
 """Pages in a real browser: headless Chromium, without network, at any width."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -68,11 +66,8 @@ def chromium(arguments: list[str], profile: Path, seconds: float) -> str:
 def measure(page: Path, widths: tuple[int, ...], scratch: Path, dark: bool = False) -> dict[int, dict[str, Any]]:
     """Lay a page out at several widths at once, each in a frame of its own, and let it say what came of it.
 
-    Args:
-        page: an HTML file; a copy of it gets a script, and loses its policy, which would forbid that.
-        widths: in pixels of CSS. A window cannot be narrower than 500, a frame can.
-        scratch: an empty folder.
-        dark: for somebody who prefers a dark scheme.
+    A copy of the page gets a script, and loses its policy, which would forbid that. A window cannot be narrower than
+    500 pixels of CSS, a frame can. ``scratch`` is an empty folder.
     """
     html = re.sub(r"<meta http-equiv=.Content-Security-Policy[^>]*>", "", page.read_text(encoding="utf-8"))
     inner = html.replace("</body>", f"{_PROBE}</body>")

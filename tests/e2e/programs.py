@@ -1,7 +1,5 @@
 """Programs for ranks that fail in every way a rank can fail. Started by test_launch.py, not collected."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """What loggers have written, read by their own makers' readers, and compared with ``metrics.jsonl`` line by line."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -73,13 +71,7 @@ def as_fp32(value: float) -> float:
 
 
 def compare(run_dir: Path, rows: Mapping[tuple[str, int], Row], kept: Callable[[float], float] = float) -> None:
-    """Every number of every line of ``metrics.jsonl`` is in the logger's rows, and there is no row beside them.
-
-    Args:
-        run_dir: the run folder.
-        rows: what the logger has.
-        kept: what the logger makes of a number; W&B keeps the digits that ``metrics.jsonl`` has.
-    """
+    """Every number of ``metrics.jsonl`` is in the logger's rows, as it has ``kept`` it; there is no row beside them."""
     entries = read_metrics(run_dir)
     assert entries
     found = {("train" if "loss" in entry else "validation", entry["step"]): entry for entry in entries}

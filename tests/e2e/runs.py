@@ -4,8 +4,6 @@ Every started process carries a mark in its environment, which all its descendan
 again that live in sessions of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -147,13 +145,7 @@ def refused(
 ) -> Done:  # fmt: skip
     """As :func:`train`, for commands that start no rank: in a copy of a process that has imported torch already.
 
-    Args:
-        words: the command line.
-        cwd: its folder.
-        program: a file, or a module of ``python -m``.
-        file_bytes: no file may grow above this, as on a full disk.
-        out: the file that is its standard output.
-        environment: further variables.
+    ``program`` is a file or a module. As on a full disk no file may grow above ``file_bytes``; ``out`` is its stdout.
     """
     context, began = ready_to_fork(), time.monotonic()
     pipes = [context.Pipe(duplex=False) for _ in range(2)]

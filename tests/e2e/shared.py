@@ -1,7 +1,5 @@
 """A small corpus, and the real runs that several tests look at. The fixtures of the same names: tests/conftest.py."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

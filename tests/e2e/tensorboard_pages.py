@@ -1,7 +1,5 @@
 """TensorBoard's server on a free port, and headless Chromium that looks at its pages, with no network for either."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import importlib.util

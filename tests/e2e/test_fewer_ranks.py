@@ -70,14 +70,7 @@ def test_four_ranks_then_three_then_two_then_one(tiny, tmp_path):
 
 
 def agent(port, hosts_store, arguments, patience=2):
-    """One of up to two agents of torchrun's, each a host of one rank, with times to match a test.
-
-    Args:
-        port: where they meet.
-        hosts_store: this one has the store.
-        arguments: of train.py.
-        patience: seconds after which an agent that is silent counts as gone.
-    """
+    """One of up to two of torchrun's agents, of one rank each; one silent for ``patience`` seconds counts as gone."""
     times = {"join_timeout": 60, "last_call_timeout": 5, "keep_alive_interval": 1, "keep_alive_max_attempt": patience}
     times |= {"close_timeout": 5, "heartbeat_timeout": 2}
     settings = ",".join(f"{name}={value}" for name, value in {**times, "is_host": int(hosts_store)}.items())

@@ -1,7 +1,5 @@
 """Unit tests keep one core busy: the real runs that later tests look at begin on the others."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Small trace files whose figures can be worked out by hand. Times are given in milliseconds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Run folders made by hand, for the tests of the report: what a run of two ranks under stage 2 would leave."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -22,12 +22,7 @@ PATIENCE = 20.0
 
 
 class Failing:
-    """A sink that does something bad at one of its calls, and writes down all of them.
-
-    Args:
-        bad: what it does.
-        at: number of the call, counted from 1, at which it does so; ``finish`` for that one.
-    """
+    """A sink that does ``bad`` at its call number ``at``, or at its ``finish``, and writes down all calls."""
 
     def __init__(self, bad=lambda: None, at=0):
         self.bad, self.at = bad, at
@@ -276,10 +271,7 @@ def test_wandb_sends_nothing_against_a_word_of_its_variable(nobody, monkeypatch,
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_is_one_run_of_wandb(nobody, tmp_path, monkeypatch):
-    """Two starts, of which the second takes steps 3 and 4 again; names of all kinds, and numbers that are none.
-
-    W&B's variable has a word that W&B itself would not start with.
-    """
+    """The second start takes steps 3 and 4 again. W&B itself would not start with the word that its variable has."""
     monkeypatch.setenv("WANDB_MODE", "off")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     run_dir = tmp_path / "run"

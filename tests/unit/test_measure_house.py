@@ -1,7 +1,5 @@
 """The measuring of the house: each row counts what it says, on a small repository that is written for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
