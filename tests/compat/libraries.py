@@ -45,7 +45,6 @@ def tell(names, stage, precision, folder, launcher=()):
 
 
 def run_example(name, arguments, launcher=()):
-    """What an example prints at its end."""
     need_hf()
     lines = started(str(runs.ROOT / "examples" / f"{name}.py"), arguments, launcher)
     return json.loads(next(line for line in reversed(lines) if line.startswith('{"')))

@@ -21,7 +21,6 @@ assert deepspeed.__version__ == "0.19.8" and "deepzero" in deepspeed.__spec__.or
 
 
 def run(*arguments, cwd=ROOT, **environment):
-    """A Python process; its output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-W", "error", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=cwd, env=environment)

@@ -62,7 +62,6 @@ def test_defaults_are_deepspeeds():
 
 @pytest.fixture
 def said(caplog):
-    """What is logged, afresh for each test."""
     deepspeed_json._say.cache_clear()
     caplog.set_level(logging.WARNING, "deepzero.config")
     return caplog

@@ -18,7 +18,6 @@ Damage = Callable[[Path, Path, Random], object]
 
 
 def _only(folder: Path) -> Path:
-    """The one checkpoint in a folder."""
     (path,) = (path for path in folder.iterdir() if path.is_dir())
     return path
 
@@ -28,7 +27,6 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _place(folder: Path, name: str, rng: Random) -> Path:
-    """The file of this name, or some shard."""
     if name == "a shard":
         return rng.choice(_shards(folder))
     return folder / name if name == "latest" else _only(folder) / name

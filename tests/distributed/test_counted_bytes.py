@@ -1,7 +1,6 @@
 """Promise 2: counted bytes equal the closed forms, for communication exactly and for memory within a percent."""
 
 import pytest
-from torch import nn
 
 from tests.distributed.pool import sampled
 from tests.distributed.training import as_predicted, config, make_model, train, train_each
@@ -103,4 +102,4 @@ def test_the_papers_formula(ranks):
 
 def test_model_is_not_a_toy_for_padding():
     """The forms above are only interesting because padding exists: nothing here divides evenly."""
-    assert PSI % 64 and PSI % 3 and isinstance(make_model(), nn.Module)
+    assert PSI % 64 and PSI % 3

@@ -198,9 +198,7 @@ def weights_alone(rank, world, folder):
     engine = engine_for("stage2-bf16", 3)
     engine.load_checkpoint(folder, load_module_only=True)
     truth = torch.load(folder / "truth.pt")["values"]
-    assert all(
-        torch.equal(kept["master"].view(-1), truth[key]["master"].view(-1)) for key, kept in values(engine).items()
-    )
+    assert all(torch.equal(one["master"].view(-1), truth[k]["master"].view(-1)) for k, one in values(engine).items())
     assert engine.global_steps == 0 and not values(engine)["gate"]["exp_avg"].any()
     message = said(engine.load_checkpoint, folder)
     assert "multiarray.scalar, numpy.dtype, pathlib" in message and "load_module_only=True" in message
@@ -223,9 +221,7 @@ def test_weights_alone_and_by_latest(ranks, theirs, tmp_path):
     shutil.copytree(theirs / "stage2-bf16", tmp_path, dirs_exist_ok=True)
     (tmp_path / "latest").write_text("own")
     counts, by = defaultdict(list, a=[1]), defaultdict(PurePosixPath, a=1)
-    edited(lambda content: content.update(where=PurePosixPath("/x"), best=np.float64(0.5), counts=counts, by=by))(
-        tmp_path / MODEL
-    )
+    edited(lambda c: c.update(where=PurePosixPath("/x"), best=np.float64(0.5), counts=counts, by=by))(tmp_path / MODEL)
     ranks.run(weights_alone, tmp_path)
 
 

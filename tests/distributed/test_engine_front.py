@@ -368,8 +368,6 @@ def test_rank_0s_values_win(rank, world):
 
 
 class SharedMemory(nn.Module):
-    """Two parameter objects in one storage."""
-
     def __init__(self):
         super().__init__()
         self.a = nn.Parameter(torch.ones(4))

@@ -358,8 +358,6 @@ def test_each_loss_of_a_pass_is_logged_once(rank, world):
 
 
 class TwoWays(nn.Module):
-    """With parameters that are trained, or without."""
-
     def __init__(self):
         super().__init__()
         self.trained, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)

@@ -52,7 +52,6 @@ KINDS = {"stage3": stage3, "stages": stages, "offload": offload, "hpz": hpz}
 
 
 def compared(rank, world, kind, seeds):
-    """The models that differ."""
     different = []
     for seed in seeds:
         recipe = recipe_of(seed)

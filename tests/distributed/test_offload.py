@@ -198,7 +198,7 @@ def test_device_memory(ranks):
 
 @on_ranks()
 def test_order_of_events(rank, world):
-    """Gradients leave in the backward pass; each bucket's parameters first of all, gathered while the CPU steps on."""
+    """Gradients leave in the backward pass, one bucket's parameters before the next one's step, gathered under that."""
     engine = built(settings(2, 1.0, precision="bf16"))
     engine.ledger.trace = True
     go(engine, rank, world, 0, 1)

@@ -38,11 +38,10 @@ def test_same_bits_as_stage_2(ranks, world, precision, steps):
 
 def test_accumulation(ranks):
     """Stages 2 and 3 both add up micro-batches after the sum over ranks; also with evaluations in between."""
-    settings = [config(stage=2, precision="bf16", gradient_accumulation_steps=3)]
+    more = {"precision": "bf16", "gradient_accumulation_steps": 3}
+    settings = [config(stage=2, **more)]
     for zero in (WHOLE, {**WHOLE, "stage3_prefetch_bucket_size": 0}):
-        settings.append(
-            config(stage=3, precision="bf16", bucket=1500, overlap=True, gradient_accumulation_steps=3, zero=zero)
-        )
+        settings.append(config(stage=3, bucket=1500, overlap=True, zero=zero, **more))
     check_same_bits(ranks, [(one, "reentrant") for one in settings], FEW)
     for world in (1, 2):  # what is gathered anew after an evaluation is no part of the step that it interrupts
         for report in check_same_bits(ranks, settings, FEW, world, evaluated=True)[1]:

@@ -99,9 +99,7 @@ def whole_of(engine):
 
 
 def same(a, b):
-    tensors = all(
-        torch.equal(x, y) for one, other in zip(a[:2], b[:2], strict=True) for x, y in zip(one, other, strict=True)
-    )
+    tensors = all(all(map(torch.equal, one, other)) for one, other in zip(a[:2], b[:2], strict=True))
     return tensors and a[2:] == b[2:]
 
 
@@ -175,14 +173,10 @@ def test_what_is_found_is_what_the_step_uses(rank, world, reduce, precision):
         assert engine.was_step_applied() and utils.safe_get_full_grad(params[0]) is None
         after = [utils.safe_get_full_fp32_param(param) for param in params]
         assert all(torch.equal(b - g, a) for b, g, a in zip(before, grads, after, strict=True))
-        assert all(
-            torch.equal(a.to(DTYPES[precision]), whole) for a, whole in zip(after, whole_of(engine), strict=True)
-        )
+        assert all(torch.equal(a.to(DTYPES[precision]), p) for a, p in zip(after, whole_of(engine), strict=True))
 
 
 class HalfFrozen(nn.Module):
-    """One layer that is not trained, one that is, and one that the forward pass does not use."""
-
     def __init__(self):
         super().__init__()
         self.frozen, self.trained, self.unused = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
@@ -262,9 +256,8 @@ def untimely(rank, world, stage):
 
 @pytest.mark.parametrize("stage", TWO_STAGES)
 def test_untimely(ranks, stage):
-    for result, reference in zip(
-        ranks.run(untimely, stage, world_size=2), ranks.run(untimely, 0, world_size=2), strict=True
-    ):
+    both = (ranks.run(untimely, each, world_size=2) for each in (stage, 0))
+    for result, reference in zip(*both, strict=True):
         assert set(result[0]) == {"inside", "between"}
         for ours, theirs in zip(result[1], reference[1], strict=True):
             assert torch.allclose(ours, theirs, atol=1e-3, rtol=1e-2)  # bf16 on the way, once or twice

@@ -36,10 +36,9 @@ MICS_QWZ = {**MICS, **QWZ, "quantization": SHORT}
 TOGETHER = {**HPZ, **QWZ, "zero_quantized_gradients": True, "quantization": SHORT}
 
 
-def settings(zero, per_node=2, **changes):
-    return config(
-        stage=3, zero=zero, comm={"reduce": "exact", "ranks_per_node": per_node}, **{"bucket": 1500, **changes}
-    )
+def settings(zero, per_node=2, bucket=1500, **changes):
+    comm = {"reduce": "exact", "ranks_per_node": per_node}
+    return config(stage=3, zero=zero, bucket=bucket, comm=comm, **changes)
 
 
 def frozen_embedding():

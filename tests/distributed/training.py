@@ -33,18 +33,15 @@ class TinyModel(nn.Module):
         self.head.weight = self.embed.weight
 
     def through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """What a block makes of the stream."""
         return x + block(x)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """In fp32."""
         x = self.embed(ids)
         for block in self.blocks:
             x = self.through(block, x)
         return self.head(self.norm(x)).float()
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        """Mean cross-entropy over all tokens, in fp32."""
         return nn.functional.cross_entropy(self.logits(ids).flatten(0, 1), labels.flatten())
 
 
@@ -190,7 +187,6 @@ def scripted(module: nn.Module) -> nn.Module:
 
 
 def start(model: nn.Module, **changes: Any) -> deepzero.Engine:
-    """An engine over ``model`` with ``config(**changes)``."""
     engine, *_ = deepzero.initialize(model=model, config=config(**changes))
     return engine
 
@@ -203,7 +199,6 @@ def built(settings: dict[str, Any], model: Any = make_model, **given: Any) -> de
 
 
 def step_on(engine: deepzero.Engine, *batch: Any) -> None:
-    """One micro-batch: forward, backward, step."""
     engine.backward(engine(*batch))
     engine.step()
 

@@ -38,8 +38,6 @@ TINY = ("experiment=smoke", "model.n_layer=1", "model.block_size=16", "train.sam
 
 @dataclass(frozen=True)
 class Done:
-    """An ended command."""
-
     status: int
     out: str
     err: str
@@ -47,8 +45,6 @@ class Done:
 
 
 class Command:
-    """A running command."""
-
     def __init__(self, arguments: list[str], cwd: Path, stdout: int = subprocess.PIPE, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
         # One thread a rank whoever starts it: the tests share few cores.
@@ -97,7 +93,6 @@ class Command:
         return doors.listening(self.processes())
 
     def kill(self) -> None:
-        """SIGKILL to everything that is left."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -129,7 +124,6 @@ def started(arguments: list[str], cwd: Path, stdout: int = subprocess.PIPE, **en
 
 
 def finished(arguments: list[str], cwd: Path, timeout: float = TIMEOUT_SECONDS, **environment: str) -> Done:
-    """A command, waited for."""
     with started(arguments, cwd, **environment) as command:
         return command.wait(timeout)
 

@@ -83,7 +83,6 @@ def broken(cwd: Path, tiny: list[str]) -> tuple[Path, runs.Done]:
 
 
 def killed(cwd: Path, tiny: list[str]) -> runs.Done:
-    """Two ranks, of which one is killed."""
     return runs.finished([sys.executable, "-W", "error", runs.PROGRAMS, "lose", str(cwd)], cwd)
 
 

@@ -43,7 +43,6 @@ And the view that the address names is chosen, as a hand would."""
 
 
 def need_a_browser() -> None:
-    """Skip where there is no Chromium or no plugin."""
     need_chromium()
     if importlib.util.find_spec("torch_tb_profiler") is None:
         pytest.skip("torch-tb-profiler is not installed")
@@ -59,7 +58,6 @@ def _fetch(url: str) -> tuple[bytes, str]:
 
 
 def get_json(url: str) -> Any:
-    """What the server answers, read."""
     return json.loads(_fetch(url)[0])
 
 

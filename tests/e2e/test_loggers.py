@@ -53,9 +53,8 @@ def test_wandb_shows_config_ledger_sample_and_traces(watched):
     held = {row[0]: (row[1], row[2]) for row in table["data"]}
     assert held == {name: (v["predicted"], v["measured"]) for name, v in summary["memory"].items()}
     (traces,) = (found for found in of_kind(records, "artifact") if found["type"] == "profile")
-    assert {Path(entry["local_path"]) for entry in traces["manifest"]["contents"]} == set(
-        (run_dir / "traces").glob("*.pt.trace.json")
-    )
+    traced = set((run_dir / "traces").glob("*.pt.trace.json"))
+    assert {Path(entry["local_path"]) for entry in traces["manifest"]["contents"]} == traced
     assert [end["exit_code"] for end in of_kind(records, "exit")] == [0]
 
 

@@ -45,7 +45,6 @@ def training(*arguments, by=None):
 
 
 def far_enough(run_dir, step):
-    """Wait until the run has taken ``step`` steps."""
     runs.wait_until(lambda: runs.steps_taken(run_dir) >= step, f"step {step}")
 
 

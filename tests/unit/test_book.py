@@ -62,7 +62,6 @@ def test_lines_are_short():
 
 
 def planned(command, capsys):
-    """What ``python -m tools.plan …`` prints."""
     assert plan.main(shlex.split(command.partition("tools.plan ")[2])) == 0
     return capsys.readouterr().out
 

@@ -23,11 +23,9 @@ def test_a_damaged_block_names_the_tensors_that_it_touches():
     rows = tuple(Row("param", name, "F32", 0, 25, 100 * place) for place, name in enumerate("abcdef"))
     info = ShardInfo(0, 600, None, 200, "0" * 24, rows)
     assert damage(Path("x"), info, 1) == "x is damaged: bytes 200 to 400 are not what was written (param/c, param/d)"
-    whole = ShardInfo(0, 550, None, 400, "0" * 16, rows)
-    assert "bytes 0 to 400 are not what was written (param/a, param/b, param/c and 1 more)" in damage(
-        Path("x"), whole, 0
-    )
-    assert "bytes 400 to 550 " in damage(Path("x"), whole, 1)
+    two = ShardInfo(0, 550, None, 400, "0" * 16, rows)
+    assert "bytes 0 to 400 are not what was written (param/a, param/b, param/c and 1 more)" in damage(Path("x"), two, 0)
+    assert "bytes 400 to 550 " in damage(Path("x"), two, 1)
     assert "(the header)" in damage(Path("x"), ShardInfo(0, 9, None, 9, "0" * 8, ()), 0)
 
 

@@ -43,7 +43,6 @@ def kernel(request):
 
 @pytest.fixture
 def threads():
-    """Puts the number of threads back."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -253,7 +252,6 @@ def errors_of(optimizer, exact):
 
 
 def errors(kernel, n, steps, kind, mode):
-    """Those of CPUAdam and of torch's fused kernel."""
     ours, torchs, exact = CPUAdam(leaves(n), kernel=kernel, **mode), of_torch(leaves(n), mode), start(n)
     for step, grad in enumerate(wild_gradients(n, steps, kind), 1):
         ours.step([grad])

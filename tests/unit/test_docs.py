@@ -54,12 +54,10 @@ def names_in(file):
 
 
 def fenced(page):
-    """The contents of a page's fenced blocks."""
     return [block.strip() for block in re.findall(r"^```\w*\n(.*?)^```", text(page), re.M | re.S)]
 
 
 def prose(page):
-    """The page without its fenced blocks."""
     return re.sub(r"^```\w*\n.*?^```", "", text(page), flags=re.M | re.S)
 
 

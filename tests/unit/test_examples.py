@@ -74,7 +74,6 @@ def test_the_tables_are_quoted():
 
 
 def one_rank_tells(rank, world):
-    """What a rank of the example prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         stage1_by_all_reduce.program()
     return out.getvalue().splitlines()

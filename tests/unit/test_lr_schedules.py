@@ -208,7 +208,6 @@ def test_frozen_numbers_of_deepspeed(kind, params, rates):
 
 @pytest.fixture(scope="module")
 def theirs():
-    """DeepSpeed's module of schedules, with its warnings off."""
     pytest.importorskip("deepspeed", exc_type=ImportError)
     from deepspeed.runtime import lr_schedules
     from deepspeed.utils import logger

@@ -13,12 +13,10 @@ from deepzero.runtime.optimizers import build_optimizer
 
 
 def weights(*extents):
-    """Leaves to optimize."""
     return [torch.linspace(-1.0, 1.0, n).requires_grad_() for n in extents or (5,)]
 
 
 def built(target, **params):
-    """The optimizer of a config over one small tensor."""
     return build_optimizer(OptimizerConfig(target, params), weights())
 
 

@@ -16,13 +16,11 @@ DISTRIBUTION = {"hydra": "hydra-core", "torch_tb_profiler": "torch-tb-profiler"}
 
 
 def project(name="project"):
-    """A table of pyproject.toml."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[name]
 
 
 def names(lines):
-    """Distributions that requirements name."""
     return {re.split(r"[<>=!\[; ]", line)[0] for line in lines}
 
 

@@ -184,7 +184,6 @@ def encode(values, codes, scales, bits):
 
 
 def decode(codes, scales, values, bits):
-    """The other way."""
     if bits == 8:
         values.copy_(codes.to(torch.float32) * scales)
     else:

@@ -25,7 +25,6 @@ ECHOES = [
 
 
 def caught(error, rank=0):
-    """``error`` as a rank would report it."""
     try:
         raise error
     except BaseException as raised:

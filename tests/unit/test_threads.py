@@ -87,7 +87,6 @@ def test_pages_are_unlocked_on_their_device(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def three():
-    """Three threads; puts the number back."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
