@@ -174,7 +174,6 @@ def test_an_engine_inside_init(rank, world):
 @on_ranks()
 def test_gradients_of_many_and_parameters_of_none(rank, world, stage):
     """A vectorised update; a frozen parameter, one without elements, tensors that are no parameters."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Bilinear(1, 1, 1, bias=False))
     model[1].weight = nn.Parameter(torch.empty(0, 8))
     model[0].bias.requires_grad_(False)

@@ -287,10 +287,9 @@ def test_an_update_that_fails_is_not_forgotten(rank, world, tmp_path):
 @on_ranks()
 def test_a_thread_that_cannot_be_started_is_not_waited_for(rank, world):
     engine = built(late(2, after=0))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deepzero.offload.delayed_update.start_thread", refuse)
-        with pytest.raises(MemoryError, match="no memory"):
-            go(engine, rank, world, 0, 1)
+    unstarted = mock.patch("deepzero.offload.delayed_update.start_thread", refuse)
+    with unstarted, pytest.raises(MemoryError, match="no memory"):
+        go(engine, rank, world, 0, 1)
     with pytest.raises(RuntimeError, match=r"the delayed update failed .*no memory"):
         engine.finish_delayed_update()
     engine.destroy()

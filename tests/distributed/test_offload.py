@@ -408,10 +408,8 @@ def test_a_reduction_that_fails_can_be_repeated(rank, world):
             raise torch.OutOfMemoryError("no room")
         return acquire(self, bucket, *rest)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BucketReducer, "acquire", full)
-        with pytest.raises(torch.OutOfMemoryError):
-            engine.backward(engine(ids, labels))
+    with mock.patch.object(BucketReducer, "acquire", full), pytest.raises(torch.OutOfMemoryError):
+        engine.backward(engine(ids, labels))
     engine.discard_gradients()
     go(engine, rank, world, 1, 3)
     check_alike(engine.params_sha256())

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from enum import Enum
+from unittest import mock
 
 import pytest
 import torch
@@ -324,8 +325,7 @@ def test_zero_grad_while_away(rank, world, stage):
 def test_a_host_without_room(rank, world):
     engine = start(2, "bf16")
     one_step(engine, rank, world)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload_states, "available_host_bytes", lambda: 1000 if rank == 1 else None)
-        with pytest.raises(RuntimeError, match="GiB are available" if rank == 0 else "GiB"):
-            engine.offload_states()
+    little = mock.patch.object(offload_states, "available_host_bytes", return_value=1000 if rank == 1 else None)
+    with little, pytest.raises(RuntimeError, match="GiB are available" if rank == 0 else "GiB"):
+        engine.offload_states()
     one_step(engine, rank, world)

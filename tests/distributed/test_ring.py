@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -107,8 +108,7 @@ def compare_with_real_collectives(rank, world_size):
 
 def bytes_on_the_wire(rank, world_size, numel, dtype):
     """Bytes and messages that this rank hands to the backend in one all-reduce, counted at the backend's door."""
-    sent = []
-    real = dist.batch_isend_irecv
+    sent, real = [], dist.batch_isend_irecv
 
     def counting(messages):
         for message in messages:
@@ -117,11 +117,8 @@ def bytes_on_the_wire(rank, world_size, numel, dtype):
                 sent.append(message.tensor.numel() * message.tensor.element_size())
         return real(messages)
 
-    dist.batch_isend_irecv = counting
-    try:
+    with mock.patch.object(dist, "batch_isend_irecv", counting):
         ring.all_reduce(numbers(rank, numel, dtype))
-    finally:
-        dist.batch_isend_irecv = real
     return sum(sent), len(sent)
 
 
