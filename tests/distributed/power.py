@@ -291,15 +291,9 @@ Look = Callable[[Tree], Any]
 
 
 def losses(
-    events: Sequence[Event],
-    look: Look,
-    lost: Callable[[Any, Any], bool],
-    ignored: Callable[[str], bool],
-    *,
-    first: int = 0,
-    settled: int = 0,
-    chance: random.Random | None = None,
-) -> Iterator[str]:
+    events: Sequence[Event], look: Look, lost: Callable[[Any, Any], bool], ignored: Callable[[str], bool], *,
+    first: int = 0, settled: int = 0, chance: random.Random | None = None,
+) -> Iterator[str]:  # fmt: skip
     """Everything that power cuts lose: whatever ``look`` finds on a disk that ``lost(last mark, found)`` calls a loss.
 
     Nobody reads names that are ``ignored``; before the instant ``first`` nothing matters, and what was recorded before

@@ -64,32 +64,19 @@ def recipe_of(seed: int) -> Recipe:
     common = rng.choice([None, None, *HOW])
     for number in range(rng.randint(2, 6)):
         earlier = [n for n, part in enumerate(parts) if part.again is None and part.use in REUSED]
-        parts.append(
-            Part(
-                use=rng.choice(sorted(USES)),
-                how=common or rng.choice(HOW),
-                as_function=rng.random() < 0.3,
-                again=rng.choice(earlier) if earlier and rng.random() < 0.15 else None,
-                tied=number > 0 and rng.random() < 0.2,
-                passed=rng.random() < 0.15,
-                calls=rng.choice([1, 1, 1, 2]),
-            )
-        )
+        parts.append(Part(
+            use=rng.choice(sorted(USES)), how=common or rng.choice(HOW), as_function=rng.random() < 0.3,
+            again=rng.choice(earlier) if earlier and rng.random() < 0.15 else None,
+            tied=number > 0 and rng.random() < 0.2, passed=rng.random() < 0.15, calls=rng.choice([1, 1, 1, 2]),
+        ))  # fmt: skip
     return Recipe(
-        seed=seed,
-        parts=parts,
-        frozen=rng.choice([0.0, 0.3, 0.6, 0.9]),
-        precision=rng.choice(["fp32", "fp32", "bf16", "fp16"]),
-        steps=rng.choice([2, 2, 3]),
-        accumulation=rng.choice([1, 1, 2, 3]),
-        forwards=rng.choice([1, 1, 1, 2]),
+        seed=seed, parts=parts, frozen=rng.choice([0.0, 0.3, 0.6, 0.9]),
+        precision=rng.choice(["fp32", "fp32", "bf16", "fp16"]), steps=rng.choice([2, 2, 3]),
+        accumulation=rng.choice([1, 1, 2, 3]), forwards=rng.choice([1, 1, 1, 2]),
         evaluations=tuple(w for w in ("first", "before", "between", "after") if rng.random() < 0.25),
-        plain_backward=rng.random() < 0.2,
-        skips=rng.random() < 0.15,
-        optimizer=rng.choice(["AdamW", "SGD"]),
-        clipping=rng.choice([0.0, 0.5]),
-        choose=rng,
-    )
+        plain_backward=rng.random() < 0.2, skips=rng.random() < 0.15,
+        optimizer=rng.choice(["AdamW", "SGD"]), clipping=rng.choice([0.0, 0.5]), choose=rng,
+    )  # fmt: skip
 
 
 class Block(nn.Module):

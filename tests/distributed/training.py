@@ -123,14 +123,9 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def train(
-    rank: int,
-    world: int,
-    settings: dict[str, Any],
-    steps: int = 20,
-    kind: Any = "plain",
-    plain_backward: bool = False,
-    evaluated: bool = False,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    rank: int, world: int, settings: dict[str, Any], steps: int = 20, kind: Any = "plain",
+    plain_backward: bool = False, evaluated: bool = False,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """Train a model of ``KINDS``, or what a call makes (``init``: a plain one that ``zero.Init`` has cut).
 
     Returns everything that must be the same bits, losses, norms and the parameters' hash, and the engine's report.
