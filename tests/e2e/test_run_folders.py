@@ -92,34 +92,24 @@ ENDLESS = [*SHORT, "train.steps=100000", "train.save_every=0", "train.log_every=
 
 
 @pytest.mark.exhaustive
-def test_two_runs_in_one_folder(tiny, tmp_path):
-    run_dir = tmp_path / "run"
-    with runs.started(training(*tiny, *ENDLESS), tmp_path) as first:
+@pytest.mark.parametrize("by", [None, [*TORCHRUN, "--nproc-per-node=1"]], ids=["launcher", "torchrun"])
+def test_two_runs_in_one_folder(by, tiny, tmp_path):
+    run_dir, command = tmp_path / "run", training(*tiny, *ENDLESS, by=by)
+    with runs.started(command, tmp_path) as first:
         far_enough(run_dir, 3)
-        second = runs.train(*tiny, *ENDLESS, cwd=tmp_path)
-        assert (second.status, second.err.count("\n")) == (2, 1)
-        assert second.err.startswith(f"hydra.run.dir: another run writes to {run_dir} (process {first.process.pid} on ")
+        second = runs.finished(command, tmp_path, SOON)
+        owner = first.ranks()[0] if by else first.process.pid
+        assert second.err.startswith(f"hydra.run.dir: another run writes to {run_dir} (process {owner} on ")
+        assert second.status == 1 if by else (second.status, second.err.count("\n")) == (2, 1)
         far_enough(run_dir, runs.steps_taken(run_dir) + 3)
+        assert not (run_dir / "summary.json").exists()  # the second one's failure is not the first one's
         first.process.terminate()  # without checkpoints there is nothing to wait for
         done = first.wait(SOON)
-    assert (done.status, done.err) == (143, f"stopped by SIGTERM; what there is lies in {run_dir}\n")
+    assert by or (done.status, done.err) == (143, f"stopped by SIGTERM; what there is lies in {run_dir}\n")
     assert not (run_dir / "checkpoints").exists()
     steps = [entry["step"] for entry in runs.entries(run_dir)[0]]
     assert steps == list(range(1, len(steps) + 1))
-    assert runs.summary(run_dir)["error"] == "stopped by SIGTERM"
-
-
-@pytest.mark.exhaustive
-def test_two_runs_in_one_folder_under_torchrun(tiny, tmp_path):
-    run_dir = tmp_path / "run"
-    with runs.started(training(*tiny, *ENDLESS, by=[*TORCHRUN, "--nproc-per-node=1"]), tmp_path) as first:
-        far_enough(run_dir, 3)
-        with runs.started(training(*tiny, *ENDLESS, by=[*TORCHRUN, "--nproc-per-node=1"]), tmp_path) as second:
-            done = second.wait(SOON)
-        assert done.status == 1
-        assert done.err.startswith(f"hydra.run.dir: another run writes to {run_dir} (process {first.ranks()[0]} on ")
-        far_enough(run_dir, runs.steps_taken(run_dir) + 3)
-        assert not (run_dir / "summary.json").exists()  # the second one's failure is not the first one's
+    assert by or runs.summary(run_dir)["error"] == "stopped by SIGTERM"
 
 
 @pytest.mark.exhaustive
