@@ -152,6 +152,13 @@ class Accelerator:
         """Who starts the collectives of its tensors, and in whose manner: torch, in that of the group's ``backend``."""
         return torch_distributed, backend
 
+    def elementwise(self, source: str) -> Callable[..., torch.Tensor] | None:
+        """A kernel of its own, by ``source``: a C++ template of a function of up to eight elements; None: not here.
+
+        It is compiled when it is first called with a dtype, in half a second, and kept in torch's folder of kernels.
+        """
+        return torch.cuda.jiterator._create_jit_fn(source) if self.kind == "cuda" else None
+
     # ---- order -------------------------------------------------------------------------------------------------------
 
     def stream(self, d: torch.device) -> Stream:
@@ -160,7 +167,8 @@ class Accelerator:
 
     def current_stream(self, d: torch.device) -> Stream:
         """This thread's."""
-        return _named(self.module, self.module.current_stream(d), d)
+        # Asked for every gradient: torch.accelerator answers from C++, the device's own module in Python.
+        return _named(self.module, torch.accelerator.current_stream(d), d)
 
     def event(self, d: torch.device, timing: bool = False) -> StreamEvent:
         """An event, not recorded yet; with ``timing``, one that says when."""
@@ -299,6 +307,9 @@ class NullAccelerator(Accelerator):
     def supports_bf16(self, d: torch.device) -> bool:
         """Every CPU does, some slowly."""
         return True
+
+    def elementwise(self, source: str) -> None:
+        """There is no compiler for it."""
 
     def stream(self, d: torch.device) -> Stream:
         """The caller's own order."""

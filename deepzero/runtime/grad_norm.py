@@ -19,16 +19,22 @@ normal range (1e-38) counts as zero.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from deepzero.device import accelerator_of
 from deepzero.layout import ALIGN, Fragment
 
 FRACTION_BITS = 23
 EXPONENT_BINS = 256
 """Integers that ranks add up, one for each exponent. The last exponent is that of inf and NaN."""
+
+ROWS_ON_GPU = 1024
+"""At most, of bins, to which a GPU's threads add in turn. Nearly all norms of a step have one of ten exponents, and
+additions to one address wait for each other: 6 million took 7.6 ms on an H200, in this many rows 0.3."""
 
 
 def block_norms(grad: torch.Tensor, device_type: str = "") -> torch.Tensor:
@@ -41,11 +47,42 @@ def block_norms(grad: torch.Tensor, device_type: str = "") -> torch.Tensor:
     if (device_type or grad.device.type) == "cpu":
         return torch.linalg.vector_norm(blocks, dim=1)
     # A GPU reduction picks its order by the number of rows. Halving with elementwise adds has one order only.
+    if kernels := _three_halvings(grad.device):
+        of_squares, and_root = kernels
+        return and_root(*of_squares(*blocks.view(-1, 8, ALIGN // 8).unbind(1)).unbind(1))
     squares = blocks * blocks
     while squares.shape[1] > 1:
         half = squares.shape[1] // 2
         squares = squares[:, :half] + squares[:, half:]
     return squares.squeeze(1).sqrt()
+
+
+# Three halvings at once, of eight numbers that lie an eighth of a row apart. Each operation by the name of its own
+# rounding: of a product and a sum the compiler would make one operation, which rounds once.
+_THREE_HALVINGS = """
+template <typename T> T three_halvings(T a, T b, T c, T d, T e, T f, T g, T h) {
+  return __fadd_rn(__fadd_rn(__fadd_rn(a, e), __fadd_rn(c, g)), __fadd_rn(__fadd_rn(b, f), __fadd_rn(d, h)));
+}
+"""
+_OF_SQUARES = """
+template <typename T> T of_squares(T a, T b, T c, T d, T e, T f, T g, T h) {
+  return three_halvings<T>(__fmul_rn(a, a), __fmul_rn(b, b), __fmul_rn(c, c), __fmul_rn(d, d),
+                           __fmul_rn(e, e), __fmul_rn(f, f), __fmul_rn(g, g), __fmul_rn(h, h));
+}
+"""
+_AND_ROOT = """
+template <typename T> T and_root(T a, T b, T c, T d, T e, T f, T g, T h) {
+  return __fsqrt_rn(three_halvings<T>(a, b, c, d, e, f, g, h));
+}
+"""
+
+
+@functools.cache
+def _three_halvings(device: torch.device) -> tuple[Callable[..., torch.Tensor], ...]:
+    """The kernels of :func:`block_norms` for squares and for their sums; none where kernels are not compiled."""
+    # Six halvings, each a kernel of its own, take four times as long, and the host half of its time for a bucket.
+    kernels = (accelerator_of(device).elementwise(_THREE_HALVINGS + last) for last in (_OF_SQUARES, _AND_ROOT))
+    return tuple(kernel for kernel in kernels if kernel is not None)
 
 
 def exact_square_sum(norms: torch.Tensor) -> torch.Tensor:
@@ -62,7 +99,11 @@ def exact_square_sum(norms: torch.Tensor) -> torch.Tensor:
     if field.device.type == "cpu":
         sums = torch.bincount(field, weights=squares, minlength=EXPONENT_BINS)
     else:  # torch's deterministic mode refuses bincount on a GPU, not index_add_
-        sums = torch.zeros(EXPONENT_BINS, dtype=torch.float64, device=field.device).index_add_(0, field, squares)
+        rows = min(ROWS_ON_GPU, len(field) // EXPONENT_BINS + 1)
+        starts = torch.arange(0, rows * EXPONENT_BINS, EXPONENT_BINS, dtype=torch.int32, device=field.device)
+        field[: len(field) // rows * rows].view(-1, rows).add_(starts)  # what is left over goes to the first row
+        sums = torch.zeros(rows * EXPONENT_BINS, dtype=torch.float64, device=field.device)
+        sums = sums.index_add_(0, field, squares).view(rows, EXPONENT_BINS).sum(0)
     return (sums * (1 << FRACTION_BITS)).to(torch.int64)
 
 

@@ -32,6 +32,9 @@ class HomeStream:
         """``function``, called at home, behind what has been issued on the stream where it is called."""
 
         def called(*given: Any) -> None:
+            if self._accelerator.current_stream(self._device).key == self._home.key:
+                function(*given)
+                return
             with self._entered(None):
                 function(*given)
 
@@ -41,6 +44,9 @@ class HomeStream:
         """The same for a parameter's hook, whose ``.grad`` is then memory of home's."""
 
         def called(param: nn.Parameter) -> None:
+            if self._accelerator.current_stream(self._device).key == self._home.key:  # nearly always
+                function(param)
+                return
             with self._entered(param):
                 function(param)
 
@@ -48,9 +54,6 @@ class HomeStream:
 
     @contextlib.contextmanager
     def _entered(self, param: nn.Parameter | None) -> Iterator[None]:
-        if self._accelerator.current_stream(self._device).key == self._home.key:
-            yield
-            return
         grad, event = None, self._accelerator.event
         there, back = event(self._device), event(self._device)
         there.record()

@@ -8,7 +8,9 @@ from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.data.loader import batches_on
 from deepzero.device import accelerator_of
+from deepzero.layout import ALIGN
 from deepzero.ops import CPUAdam
+from deepzero.runtime.grad_norm import block_norms, exact_square_sum
 from deepzero.zero import GatheredParameters
 from tests.distributed.training import WHOLE, config, make_batch, make_model
 
@@ -54,6 +56,17 @@ def test_same_bits_as_a_plain_loop(stage):
         plain(ids, labels).backward()
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(parameters, plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 1000, 70_001])
+def test_the_norm_has_the_bits_that_a_cpu_finds_for_a_gpu(blocks):
+    grad = torch.randn(blocks * ALIGN) * torch.logspace(-12, 12, blocks * ALIGN)
+    norms = block_norms(grad.cuda())
+    assert torch.equal(norms.cpu(), block_norms(grad, "cuda"))
+    assert torch.equal(norms[:1], block_norms(grad[:ALIGN].cuda()))
+    assert exact_square_sum(norms).tolist() == exact_square_sum(norms.cpu()).tolist()
+    grad[-1] = torch.inf
+    assert exact_square_sum(block_norms(grad.cuda()))[-1] > 0
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

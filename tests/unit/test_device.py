@@ -69,7 +69,7 @@ def test_nothing_runs_beside_a_cpu():
         assert null.supports_bf16(CPU) and null.device_name(CPU) == "cpu"
 
 
-def test_a_stream_and_an_event_name_their_device():
+def test_a_stream_and_an_event_name_their_device(monkeypatch):
     """The program's current device may be another."""
     asked, gpu = [], Accelerator("cuda")
     current, side = (SimpleNamespace(stream_id=number) for number in (7, 8))
@@ -79,6 +79,7 @@ def test_a_stream_and_an_event_name_their_device():
         Event=lambda enable_timing: asked.append(enable_timing) or work, Stream=lambda d: asked.append(d) or side,
         current_stream=lambda d: asked.append(d) or current, stream=lambda stream: device.nullcontext(stream),
     )  # fmt: skip
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda d: asked.append(d) or current)
     first, second = gpu.event(GPU), gpu.event(GPU, timing=True)
     first.record()
     second.wait()
