@@ -35,6 +35,7 @@ from deepzero.runtime.elementwise_check import is_per_element
 from deepzero.runtime.memory_model import build_ledger, predict_unquantized
 from deepzero.runtime.optimizer_state import allocate_state, moment_bytes
 from deepzero.runtime.per_tensor import StateBytes, is_per_tensor, plan_group
+from deepzero.runtime.quantization_monitor import QuantizationMonitor
 from deepzero.runtime.zero.gradient_reduction import GradientReducer, UnreducedGradients, reduce_order
 from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
 from deepzero.runtime.zero.optimizer_shard import OptimizerShard
@@ -43,7 +44,7 @@ from deepzero.runtime.zero.partition_plan import is_real, plan_partitioning
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage3 import ZeroStage3, partition_model, place_whole
 from deepzero.runtime.zero.stage_1_and_2 import ParamGroup, ZeroStage1And2
-from deepzero.runtime.zero.zeropp import QuantizationMonitor, build_quantizer
+from deepzero.runtime.zero.zeropp import build_quantizer
 
 log = logging.getLogger(__name__)
 

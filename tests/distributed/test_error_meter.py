@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import deepzero
-from deepzero.runtime.zero.zeropp import METER
+from deepzero.runtime.quantization_monitor import METER
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import as_predicted, config, log_lines
 
@@ -43,7 +43,7 @@ def settings(zero=None, precision="bf16", fp16=None, **quantization):
 
 def run(rank, world, given, outlier, steps):
     """The readings and metrics of every step, and the account at the end."""
-    with log_lines("deepzero.runtime.zero.zeropp") as messages:
+    with log_lines("deepzero.runtime.quantization_monitor") as messages:
         engine, *_ = deepzero.initialize(model=model(outlier), config=given)
         generator, seen = torch.Generator().manual_seed(rank), []
         for _ in range(steps):

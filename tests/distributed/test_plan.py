@@ -13,7 +13,7 @@ from deepzero.models.gpt import GPT
 from deepzero.planning import calibrate
 from deepzero.planning.dry_run import ClusterShape, TrainStep, dry_run, follow
 from deepzero.planning.op_cost import WorkMeter
-from deepzero.runtime.zero.zeropp import METER
+from deepzero.runtime.quantization_monitor import METER
 from tests.distributed.pool import on_ranks, sampled
 from tests.distributed.training import step_on
 
