@@ -152,13 +152,6 @@ class Accelerator:
         """Who starts the collectives of its tensors, and in whose manner: torch, in that of the group's ``backend``."""
         return torch_distributed, backend
 
-    def elementwise(self, source: str) -> Callable[..., torch.Tensor] | None:
-        """A kernel of its own, by ``source``: a C++ template of a function of up to eight elements; None: not here.
-
-        It is compiled when it is first called with a dtype, in half a second, and kept in torch's folder of kernels.
-        """
-        return torch.cuda.jiterator._create_jit_fn(source) if self.kind == "cuda" else None
-
     # ---- order -------------------------------------------------------------------------------------------------------
 
     def stream(self, d: torch.device) -> Stream:
@@ -308,9 +301,6 @@ class NullAccelerator(Accelerator):
         """Every CPU does, some slowly."""
         return True
 
-    def elementwise(self, source: str) -> None:
-        """There is no compiler for it."""
-
     def stream(self, d: torch.device) -> Stream:
         """The caller's own order."""
         return Stream(nullcontext, d, 0)
@@ -402,3 +392,13 @@ def accelerator_of(d: torch.device) -> Accelerator:
     if d.type in ("cpu", "meta"):
         return _NULL
     return Accelerator.in_use[-1] if Accelerator.in_use else _real(d.type)
+
+
+def elementwise_kernel(source: str, d: torch.device) -> Callable[..., torch.Tensor] | None:
+    """A kernel for ``d`` by ``source``: a C++ template of a function of up to eight elements; None where there is none.
+
+    It is compiled when it is first called with a dtype, in half a second, and kept in torch's folder of kernels.
+    """
+    its = accelerator_of(d)
+    real = its.kind == "cuda" and not isinstance(its, NullAccelerator)
+    return torch.cuda.jiterator._create_jit_fn(source) if real else None

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from deepzero.device import accelerator_of
+from deepzero.device import elementwise_kernel
 from deepzero.layout import ALIGN, Fragment
 
 FRACTION_BITS = 23
@@ -81,7 +81,7 @@ template <typename T> T and_root(T a, T b, T c, T d, T e, T f, T g, T h) {
 def _three_halvings(device: torch.device) -> tuple[Callable[..., torch.Tensor], ...]:
     """The kernels of :func:`block_norms` for squares and for their sums; none where kernels are not compiled."""
     # Six halvings, each a kernel of its own, take four times as long, and the host half of its time for a bucket.
-    kernels = (accelerator_of(device).elementwise(_THREE_HALVINGS + last) for last in (_OF_SQUARES, _AND_ROOT))
+    kernels = (elementwise_kernel(_THREE_HALVINGS + last, device) for last in (_OF_SQUARES, _AND_ROOT))
     return tuple(kernel for kernel in kernels if kernel is not None)
 
 
