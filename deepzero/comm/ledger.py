@@ -132,7 +132,7 @@ class Ledger:
         self.note(what, kind, where, Sent(elements, sent_bytes, between_bytes, ranks, ring) if self.trace else None)
         of_step = self.next_step if self._ahead else self.traffic
         account = of_step if self.in_step(kind) else self.between_steps
-        entry = account.setdefault(kind, Traffic())
+        entry = account.get(kind) or account.setdefault(kind, Traffic())
         entry.calls += 1
         entry.elements += elements - padding
         entry.padding_elements += padding

@@ -37,24 +37,24 @@ ROWS_ON_GPU = 1024
 additions to one address wait for each other: 6 million took 7.6 ms on an H200, in this many rows 0.3."""
 
 
-def block_norms(grad: torch.Tensor, device_type: str = "") -> torch.Tensor:
-    """The 2-norm of every aligned block of ``ALIGN`` elements.
+def block_norms(grad: torch.Tensor, device_type: str = "", out: torch.Tensor | None = None) -> torch.Tensor:
+    """The 2-norm of every aligned block of ``ALIGN`` elements, written to ``out`` if it is given.
 
     ``grad`` is 1-D fp32, of whole blocks. ``device_type`` is the kind of device on which the model computes, if
     ``grad`` does not lie there: the bits are those of there. Each fp32 norm depends on the elements of its block alone.
     """
     blocks = grad.view(-1, ALIGN)
     if (device_type or grad.device.type) == "cpu":
-        return torch.linalg.vector_norm(blocks, dim=1)
+        return torch.linalg.vector_norm(blocks, dim=1, out=out)
     # A GPU reduction picks its order by the number of rows. Halving with elementwise adds has one order only.
     if kernels := _three_halvings(grad.device):
         of_squares, and_root = kernels
         return and_root(*of_squares(*blocks.view(-1, 8, ALIGN // 8).unbind(1)).unbind(1))
     squares = blocks * blocks
     while squares.shape[1] > 1:
-        half = squares.shape[1] // 2
-        squares = squares[:, :half] + squares[:, half:]
-    return squares.squeeze(1).sqrt()
+        first, second = squares.chunk(2, dim=1)
+        squares = first + second
+    return torch.sqrt(squares.squeeze(1), out=out)
 
 
 # Three halvings at once, of eight numbers that lie an eighth of a row apart. Each operation by the name of its own
@@ -140,7 +140,7 @@ class BlockNorms:
             if self._on_host is None:
                 self._on_host = torch.zeros(self.norms.numel(), dtype=torch.float32)
             here, there = self._on_host, self.norms
-        here[blocks].copy_(block_norms(chunk.to(torch.float32), self._device_type))
+        block_norms(chunk.to(torch.float32), self._device_type, out=here[blocks])
         if there is not None:
             there[blocks].zero_()
 

@@ -220,21 +220,20 @@ class WriteGuard:
 
     def written(self, every_element: bool = False) -> ZeroParameter | None:
         """A parameter that was written, if any; with ``every_element`` no sample is taken, and no device spared."""
-        bucket = self.bucket
-        params, slots, data_ptr = bucket.params, bucket.layout.slots, bucket.gather.comm.data_ptr
+        bucket, gathered = self.bucket, self.bucket.gathered
         with torch._C.DisableTorchFunctionSubclass():  # as in ``snapshot``
-            for param, version in zip(params, self._versions, strict=True):
+            for param, version in zip(bucket.params, self._versions, strict=True):
                 if param._version != version:
                     return param
         if bucket.shown:
-            itemsize = bucket.gathered.itemsize
-            start = data_ptr(bucket.gathered) - bucket.layout.offset * itemsize
-            for param, slot in zip(params, slots, strict=True):
+            data_ptr, itemsize = bucket.gather.comm.data_ptr, gathered.itemsize
+            start = data_ptr(gathered) - bucket.layout.offset * itemsize
+            for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
                 if data_ptr(param) != start + slot.offset * itemsize and slot.numel:
                     return param
         # With one rank the shard would be compared with itself, which tells nothing.
         itself = bucket.shard_is_buffer and self._samples is None
-        looks = not itself and (every_element or bucket.gathered.device.type == "cpu")
+        looks = not itself and (every_element or gathered.device.type == "cpu")
         return self._written_through_data(1 if every_element else self._step) if looks else None
 
     def _written_through_data(self, step: int) -> ZeroParameter | None:

@@ -194,4 +194,4 @@ def send_to_replicas(buckets: Iterable[PartitionedBucket]) -> None:
 def shard_of(whole: torch.Tensor, index: int, count: int) -> torch.Tensor:
     """One of ``count`` equal shards. Of thousands one is wanted, and a view of each would cost more than the gather."""
     numel = whole.numel() // count
-    return whole[index * numel : (index + 1) * numel]
+    return whole[index * numel : (index + 1) * numel] if count > 1 else whole

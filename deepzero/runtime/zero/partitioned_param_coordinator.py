@@ -232,14 +232,13 @@ class PartitionedParameterCoordinator:
         self.release_sub_module(keys, planned)
         # Mine first, as it is needed first. The order is that of the plan or of the keys, so the same on all ranks:
         # collectives that ranks launch in different orders are paired wrongly, and hang or exchange garbage.
-        kinds = {True: BACKWARD, False: FORWARD if self._trace is self.training else EVALUATION}
-        fetches = [(key, kinds[use.backward], "") for key in keys]
-        fetches += [(key, kinds[backward], "prefetch") for key, backward in (planned or NOTHING_PLANNED).prefetch]
-        for key, kind, note in fetches:
-            if key in self.live:
-                continue
+        fetches = [(key, use.backward, "") for key in keys if key not in self.live]
+        if planned is not None:
+            fetches += [(key, backward, "prefetch") for key, backward in planned.prefetch if key not in self.live]
+        for key, backward, note in fetches:
             bucket = self.buckets[key]
-            self.comm.ledger.note("fetch", f"{note} at {where}" if note else where, f"bucket {key}")
+            kind = BACKWARD if backward else FORWARD if self._trace is self.training else EVALUATION
+            self.comm.ledger.note("fetch", f"{note} at {where}" if note else where, bucket.gather.where)
             if bucket.status is ZeroParamStatus.NOT_AVAILABLE:  # else GatheredParameters has it
                 # What was launched ahead, or before an evaluation, and released since, is counted already.
                 again = key in ahead or key in self._trace.evicted
@@ -253,9 +252,12 @@ class PartitionedParameterCoordinator:
         # All is launched before anything is waited for: while this rank waits, and then computes, the next ones travel.
         with self.comm.ranges.standing_at(where):
             for key in keys:
-                self._wait(key)
-                if show_params and not self.buckets[key].shown:
-                    self.buckets[key].show()  # the parameters become views of it
+                bucket = self.buckets[key]
+                # DeepSpeed's InflightParamRegistry lists them; GatheredParameters may have waited in between.
+                if bucket.status is ZeroParamStatus.INFLIGHT:
+                    bucket.wait()
+                if show_params and not bucket.shown:
+                    bucket.show()  # the parameters become views of it
                 # Last in the order of use.
                 self.live.pop(key, None)
                 self.live[key] = None
@@ -283,11 +285,11 @@ class PartitionedParameterCoordinator:
         While recording (``planned`` is None) there is nothing to look ahead to: what was used longest ago goes, so that
         little more than two buckets is held.
         """
-        for key in (planned or NOTHING_PLANNED).release:
+        for key in planned.release if planned is not None else ():
             self.pool.released(key, self._release(key))  # True: no view of it is held
         # A use on demand that the plan does not have may need room that the plan did not leave.
         limit = self._recording_numel if planned is None else self.limits.stage3_max_live_parameters
-        total = self.live_numel + sum(self.bucket_numels[key] for key in keys if key not in self.live)
+        total = self.live_numel + sum([self.bucket_numels[key] for key in keys if key not in self.live])
         # Not looked through for nothing: with one rank all are live.
         for key in [key for key in self.live if key not in keys] if total > limit else ():
             if total <= limit:
@@ -346,12 +348,14 @@ class PartitionedParameterCoordinator:
         self._recompute = self._recomputes = 0
         self.pool.end_step()
 
+    @outliving_pass()
     def hide_all(self) -> None:
         """No module is under way any more: what is gathered stays, but parameters do not show it."""
         for key in self.live:
             if self.buckets[key].shown:
                 self.buckets[key].hide_unused()
 
+    @outliving_pass()
     def release_all(self, discard: bool = False) -> None:
         """Nothing is gathered afterwards; with ``discard`` without a complaint about writes."""
         self.current = frozenset()
@@ -378,8 +382,8 @@ class PartitionedParameterCoordinator:
             return None
         # A view of a released bucket counts too while nothing has overwritten the buffer: what autograd saves as a
         # weight must not depend on when that happens.
-        bucket, generation = self.pool.contents.get(storage_ptr_of(tensor), (None, 0))
-        return bucket if bucket is not None and bucket.generation == generation else None
+        found = self.pool.contents.get(storage_ptr_of(tensor))
+        return found[0] if found is not None and found[0].generation == found[1] else None
 
     # ---- what is gathered --------------------------------------------------------------------------------------------
 
@@ -419,12 +423,6 @@ class PartitionedParameterCoordinator:
         self.live[key] = None
         self.buckets[key].release_when_unreferenced = False
 
-    def _wait(self, key: int) -> None:
-        """Wait for a bucket that is under way; GatheredParameters may have waited for it in between."""
-        # DeepSpeed's InflightParamRegistry lists them; here a bucket's status says it.
-        if self.buckets[key].status is ZeroParamStatus.INFLIGHT:
-            self.buckets[key].wait()
-
     def _release(self, key: int, discard: bool = False) -> bool:
         """Returns whether nothing shows the bucket's values any more."""
         bucket = self.buckets[key]
@@ -434,12 +432,13 @@ class PartitionedParameterCoordinator:
         del self.live[key]
         self.live_numel -= self.bucket_numels[key]
         # A prefetch that nobody used: until it has arrived the buffer is the all-gather's.
-        self._wait(key)
+        if bucket.status is ZeroParamStatus.INFLIGHT:
+            bucket.wait()
         if bucket.gather_refs:
             # The program reads it inside GatheredParameters, whose end will release it.
             bucket.release_when_unreferenced = True
             return False
-        self.comm.ledger.note("release", "", f"bucket {key}")
+        self.comm.ledger.note("release", "", bucket.gather.where)
         with self.comm.ranges.span("release", key, bucket.params[0]._zero.name if bucket.params else ""):
             return bucket.release(discard)
 
