@@ -37,7 +37,7 @@ from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats, Transf
 from deepzero.offload.pinned_arena import HostArena, PageLockError, Region
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.zero.partition_parameters import ZeroParameter
-from deepzero.utils.saved_tensor import check_version, keep, kept
+from deepzero.utils.saved_tensor import check_version, keep, kept, same_counter
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +115,9 @@ class Parked:
     def __init__(self, tensor: torch.Tensor, buffers: HostBuffers, serial: int) -> None:
         storage = tensor.untyped_storage()
         self.serial, self.nbytes, self.version = serial, storage.nbytes(), tensor._version
+        # An alias shares the version counter; without the memory.
+        self.watch = tensor.detach()
+        self.watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.host = buffers.take(self.nbytes)
         # While this refers to it, no other storage gets the same identity.
         self.source = StorageWeakRef(storage)
@@ -131,15 +134,11 @@ class Parked:
 class Saved:
     """What autograd holds in place of a tensor: which storage, and how the tensor lies in it."""
 
-    __slots__ = ("dtype", "offset", "parked", "shape", "stride", "version", "watch")
+    __slots__ = ("dtype", "offset", "parked", "shape", "stride")
 
     def __init__(self, tensor: torch.Tensor, parked: Parked) -> None:
         self.parked, self.dtype = parked, tensor.dtype
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        # An alias shares the version counter; without the memory.
-        self.watch = tensor.detach()
-        self.watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self.version = tensor._version
 
 
 class HostActivations:
@@ -202,7 +201,10 @@ class HostActivations:
         if not self._moves(tensor):
             return keep(tensor)
         storage = tensor.untyped_storage()
-        if (parked := self._parked.get(storage._cdata)) is None or parked.version != tensor._version:
+        parked = self._parked.get(storage._cdata)
+        # One version counter for the whole storage, or it may have been written since: unsafe_chunk's parts, of which
+        # an LSTM's cell is made, have one each.
+        if parked is None or parked.version != tensor._version or not same_counter(parked.watch, tensor):
             parked = Parked(tensor, self.buffers, next(self._serials))
             self._parked[storage._cdata] = self._by_serial[parked.serial] = parked
             copy = self.wire.to_host(ACTIVATIONS_TO_HOST, parked.host, bytes_of_storage(storage, tensor.device))
@@ -228,7 +230,7 @@ class HostActivations:
         """The tensor again, with the strides it had. May be called more than once."""
         if type(saved) is tuple:  # it stays
             return kept(saved)
-        check_version(saved.version, saved.watch, saved.shape)
+        check_version(saved.parked.version, saved.parked.watch, saved.shape)
         flat = self._fetch(saved.parked)
         with torch.no_grad():
             whole = flat[: flat.numel() // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)

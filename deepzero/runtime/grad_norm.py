@@ -49,12 +49,17 @@ def block_norms(grad: torch.Tensor, device_type: str = "", out: torch.Tensor | N
     # A GPU reduction picks its order by the number of rows. Halving with elementwise adds has one order only.
     if kernels := _three_halvings(grad.device):
         of_squares, and_root = kernels
-        return and_root(*of_squares(*blocks.view(-1, 8, ALIGN // 8).unbind(1)).unbind(1))
+        norms = and_root(*of_squares(*blocks.view(-1, 8, ALIGN // 8).unbind(1)).unbind(1))
+        return norms if out is None else out.copy_(norms)
     squares = blocks * blocks
     while squares.shape[1] > 1:
         first, second = squares.chunk(2, dim=1)
         squares = first + second
-    return torch.sqrt(squares.squeeze(1), out=out)
+    sums = squares.squeeze(1)
+    if sums.device.type == "cpu":
+        # Every sixth of torch's fp32 roots on a CPU is a neighbour of the right number; a GPU's is the right one.
+        return (sums if out is None else out).copy_(sums.to(torch.float64).sqrt_())
+    return torch.sqrt(sums, out=out)
 
 
 # Three halvings at once, of eight numbers that lie an eighth of a row apart. Each operation by the name of its own

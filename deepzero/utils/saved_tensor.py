@@ -32,3 +32,11 @@ def check_version(version: int, tensor: torch.Tensor, shape: Sequence[int] | Non
             f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
             f"{tensor.dtype} tensor{of} is at version {tensor._version}, and version {version} was saved"
         )
+
+
+def same_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether what writes to ``one`` raises the version of ``other``, too, as of a tensor and its views."""
+    with torch.autograd._unsafe_preserve_version_counter(one):
+        before = other._version
+        torch.autograd.graph.increment_version(one)
+        return other._version != before

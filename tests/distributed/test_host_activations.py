@@ -244,6 +244,12 @@ def conjugate(x, made):
     return (z * z.conj() * z.conj().exp()).real.sum()
 
 
+def parts_of_one_storage(x, made):
+    """``unsafe_chunk``'s have a version counter each, and the second is written when the first has been saved."""
+    a, b = made(x).unsafe_chunk(2, -1)
+    return (a.sigmoid_() * b.tanh_()).sum()
+
+
 def nested(x, made):
     """A batch of sequences of different lengths, in a tensor that says it is strided and has no shape."""
     rows = torch.nested.as_nested_tensor(list(made(x)))
@@ -251,7 +257,9 @@ def nested(x, made):
 
 
 @pytest.mark.parametrize("chaos", [False, True])
-@pytest.mark.parametrize("function", [attention, dropout, autocast, gradient_penalty, conjugate, nested])
+@pytest.mark.parametrize(
+    "function", [attention, dropout, autocast, gradient_penalty, conjugate, nested, parts_of_one_storage]
+)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_kinds_of_graphs(function, chaos):
     torch.manual_seed(0)

@@ -64,6 +64,7 @@ def test_the_norm_has_the_bits_that_a_cpu_finds_for_a_gpu(blocks):
     norms = block_norms(grad.cuda())
     assert torch.equal(norms.cpu(), block_norms(grad, "cuda"))
     assert torch.equal(norms[:1], block_norms(grad[:ALIGN].cuda()))
+    assert torch.equal(norms, block_norms(grad.cuda(), out=torch.zeros_like(norms)))
     assert exact_square_sum(norms).tolist() == exact_square_sum(norms.cpu()).tolist()
     grad[-1] = torch.inf
     assert exact_square_sum(block_norms(grad.cuda()))[-1] > 0

@@ -3,6 +3,7 @@
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,6 +50,17 @@ def test_integers_are_exact():
     exact = sum(Fraction(x) for x in (norms * norms).tolist())
     root = Fraction(norm_from_bins(exact_square_sum(norms).tolist()))
     assert abs(root * root / exact - 1) < Fraction(1, 2**51)
+
+
+def test_a_gpus_norms_on_a_cpu():
+    """Each operation rounds once, as it does on the GPU, roots too."""
+    grad = torch.randn(ALIGN * 300, generator=torch.Generator().manual_seed(6)) * torch.logspace(-9, 9, ALIGN * 300)
+    sums = np.square(grad.numpy().reshape(300, ALIGN))
+    while sums.shape[1] > 1:
+        sums = sums[:, : sums.shape[1] // 2] + sums[:, sums.shape[1] // 2 :]
+    out = torch.zeros(300)
+    assert block_norms(grad, "cuda").tolist() == np.sqrt(sums[:, 0]).tolist()
+    assert block_norms(grad, "cuda", out).data_ptr() == out.data_ptr() and out.tolist() == np.sqrt(sums[:, 0]).tolist()
 
 
 def test_denormal_blocks_and_zeros():
