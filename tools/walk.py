@@ -78,10 +78,10 @@ HOPS = (
         "if packed.key|self.coordinator.fetch|flat = bucket|return flat"),
     Hop(FETCH, "PartitionedParameterCoordinator.fetch_sub_module", "keys: bucket numbers; planned: what the plan has "
         "for this use; live: launched, not released; current: keys of the use under way, until the next",
-        "planned = |.release_s|fetches|.live:|continue|.launch(|count_l|nt = fro|in keys:|._wait(|ms and|.show()  #",
+        "planned = |.release_s|is not None:|fetches|.launch(|nt_l|nt = fro|in keys:|LIGHT:|.wait()|ms and|.show()  #",
         {"keys": "list(keys)", "by": "f'{caller}, for ' + 'the bucket of ' * (not show_params) + where"}),
     Hop(FETCH, "PartitionedBucket.launch", "NOT_AVAILABLE to INFLIGHT",
-        "buffer = self.pool|self._gathered = buffer[|.launch(kind|self.status = ", SHARD),
+        "buffer = self.pool|self._gathered = buffer if|.launch(kind|self.status = ", SHARD),
     Hop("", "PlainAllGather.launch", "into: the bucket; messages: its buffer itself, but for qwZ; my shard is copied "
         "to its place there, and leaves (fetch_shard: offload)", "messages, rank|.fetch_shard(|self.make_m|self._pend"),
     Hop("", "Communicator.exchange", "torch is called: whole parts of the bucket leave, on CPUs pair by pair",
@@ -93,7 +93,7 @@ HOPS = (
     Hop("", "ModuleHooks.pack", "autograd saves the weight, and is given a record in its place",
         "owner = |offset = |SavedWeight(owner", {"shape": "list(returned.shape)"}, "return"),
     Hop(RELEASE, "PartitionedParameterCoordinator.release_sub_module", "by the next fetch; _release calls what "
-        "follows; `pool.released` only notes it", "NOTHING_PLANNED).rel|# True", {"keys fetched next": "list(keys)"}),
+        "follows; `pool.released` only notes it", "in planned.rel|# True", {"keys fetched next": "list(keys)"}),
     Hop(RELEASE, "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE; give takes the buffer at `address` back "
         "into the pool; shard_is_buffer: with one rank", "self.hide()|self._gathered = |self.status = |pool.give("),
     Hop(READY, "BackwardPasses._gradient_ready", "autograd's hook", "self._stage.", {"param.grad": "param.grad"}),

@@ -134,15 +134,14 @@ class ZeroParameter(nn.Parameter):
 
     def hide(self, dtype: torch.dtype, device: torch.device) -> None:
         """Leave the shape without the values; NaN, should anything read it in spite of all."""
+        # The view of the buffer goes with this assignment: a reference that stayed would keep the pool from using the
+        # buffer again.
         placeholder = self._zero.placeholder
         if placeholder is None or placeholder.dtype != dtype or placeholder.device != device:
             with torch.inference_mode(False):  # kept beyond the pass that may be under way
                 stub = torch.full((), torch.nan, device=device).to(dtype)
                 placeholder = self._zero.placeholder = stub.expand(self._zero.shape)
-        self.__class__ = ZeroParameter
-        # The view of the buffer goes with this assignment: a reference that stayed would keep the pool from using the
-        # buffer again.
-        self.data = placeholder
+        self.show(placeholder)
         self.__class__ = PartitionedParameter
 
 
