@@ -352,8 +352,7 @@ class PartitionedParameterCoordinator:
     def hide_all(self) -> None:
         """No module is under way any more: what is gathered stays, but parameters do not show it."""
         for key in self.live:
-            if self.buckets[key].shown:
-                self.buckets[key].hide_unused()
+            self.buckets[key].hide_unused()
 
     @outliving_pass()
     def release_all(self, discard: bool = False) -> None:
