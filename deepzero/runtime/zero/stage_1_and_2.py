@@ -368,7 +368,8 @@ class ParamGroup:
 class ZeroStage1And2:
     """Partitioned optimizer states (stage 1) and gradients (stage 2), over whole parameters; or neither (stage 0).
 
-    Stage 3 is one, too, for its persistent parameters.
+    The stages differ outside: 0 has ``replicated`` groups, and from 2 on the reducer's ``every_pass`` is true. Stage 3
+    derives from this class, whose groups are then its persistent parameters'.
 
     Args:
         groups: those of whole parameters; in stage 0 with ``replicated=True``, which makes one partition of each.
