@@ -414,7 +414,7 @@ def bucket_life() -> Canvas:
 
 CALLERS = (
     (PartitionedBucket.launch, Coordinator.fetch_sub_module, ModuleHooks._pre_forward_hook, ModuleHooks.unpack),
-    (PartitionedBucket.wait, Coordinator._wait, Coordinator.fetch_sub_module),
+    (PartitionedBucket.wait, Coordinator.fetch_sub_module, ModuleHooks._pre_forward_hook, ModuleHooks.unpack),
     (PartitionedBucket.release, Coordinator.release_sub_module, Coordinator.end_passes),
 )
 """Of each change of state what makes it, then who calls that, then who calls the caller."""
