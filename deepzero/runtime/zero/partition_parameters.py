@@ -480,8 +480,8 @@ class Init:
         """Cut a module's own parameters, not those of modules inside it."""
         for name, param in module._parameters.items():
             # Cut already, with its first module; lazy, without a shape; on ``meta``, until to_empty or materialize.
-            cut = isinstance(param, ZeroParameter) or getattr(param, "is_meta", True)
-            if param is not None and not cut and not nn.parameter.is_lazy(param) and is_real(param) and param.numel():
+            without = isinstance(param, ZeroParameter) or nn.parameter.is_lazy(param) or getattr(param, "is_meta", True)
+            if param is not None and not without and is_real(param) and param.numel():
                 self._partition_param(param, f"{type(module).__name__}.{name}")
 
     @torch.no_grad()
