@@ -164,7 +164,7 @@ def read_between_steps(given):
         # Of most modules nobody asks anything in this step; it writes over what is on its way to them.
         engine.backward(engine.module.embed(batch[0]).float().mean())
         engine.step()
-        under_way = sum(isinstance(one, overlap_param_gather.BucketUnderWay) for one in overlap_param_gather.UNDER_WAY)
+        under_way = len(overlap_param_gather.all_under_way())
         overlap_param_gather.end_all()
         seen.append(group.flat_P.float().sum())
         shown = [under_way, *map(float, seen)]

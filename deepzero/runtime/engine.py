@@ -47,7 +47,6 @@ from deepzero.runtime.diagnostics import find_bad_gradient
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.zero.optimizer_shard import clip_divisor
-from deepzero.runtime.zero.partition_parameters import GatheredParameters
 from deepzero.runtime.zero.tensor_fragment import TensorFragments
 from deepzero.utils.errors import MisuseError
 
@@ -414,8 +413,7 @@ class Engine(nn.Module):
 def _end_passes(zero: ZeroComponents) -> RuntimeError | None:
     """Update masters, check what trains, end stage 3's passes; return what keeps this rank from a step."""
     found = None
-    written = [context.take_over for context in GatheredParameters.writing]
-    for prepare in (*written, zero.optimizer_shard.before_step, zero.trained.check, zero.stage.end_passes):
+    for prepare in (zero.optimizer_shard.before_step, zero.trained.check, zero.stage.end_passes):
         try:
             prepare()
         except DesyncError:

@@ -45,8 +45,3 @@ class outliving_pass(ContextDecorator):
     def __exit__(self, *raised: Any) -> None:
         torch._C._set_grad_enabled(self._grad)
         self._mode.__exit__(*raised)
-
-
-def writes_in_place(name: str) -> bool:
-    """By torch's convention for operations in place; and assignment to ``.data`` or to elements."""
-    return (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")

@@ -154,11 +154,15 @@ def wait_for(param: nn.Parameter) -> None:
         bucket.wait()
 
 
+def all_under_way() -> tuple[BucketUnderWay, ...]:
+    """Every bucket of every engine that is under way now."""
+    with _CHANGES:
+        return tuple(one for one in UNDER_WAY if isinstance(one, BucketUnderWay))
+
+
 def wait_for_all() -> None:
     """Wait for every bucket of every engine."""
-    with _CHANGES:
-        under_way = tuple(one for one in UNDER_WAY if isinstance(one, BucketUnderWay))
-    for bucket in under_way:
+    for bucket in all_under_way():
         bucket.wait()
 
 

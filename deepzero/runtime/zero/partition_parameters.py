@@ -62,7 +62,7 @@ from deepzero.runtime.zero.parameter_all_gather import (
 )
 from deepzero.runtime.zero.partition_plan import is_real
 from deepzero.runtime.zero.partitioned_bucket import INIT_KEY, PartitionedBucket, ZeroParamStatus
-from deepzero.utils.dispatch import hide_from_checkpointing, writes_in_place
+from deepzero.utils.dispatch import hide_from_checkpointing
 
 if TYPE_CHECKING:
     from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
@@ -190,9 +190,7 @@ class PartitionedParameter(ZeroParameter):
         first = args[0] if args else kwargs.get("tensor")
         with gather_on_use(parameters_in((args, kwargs)), name, first):
             # Parameters have become whole where they are; what was detached from them earlier is replaced.
-            value = lambda alias: alias._zero.placed()[0].value(alias)
-            with hide_from_checkpointing():
-                args, kwargs = pytree.tree_map_only(PartitionedParameter, value, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(PartitionedParameter, _whole_of_alias, (args, kwargs))
             return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -204,10 +202,6 @@ class PartitionedParameter(ZeroParameter):
             f"dtype={bucket.shard.dtype}, status={bucket.status.name}, "
             f"{bucket.fragment_of(slot).numel()} of {record.numel} elements here)"
         )
-
-    def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """A write like others, though torch tells nobody of this one."""
-        return self.__torch_function__(Tensor.set_, (), (self, *args), kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         # A copy would be a placeholder that belongs to no bucket.
@@ -225,9 +219,10 @@ def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
     # Its class is what changes with its state, so it must not be one that carries behaviour (bitsandbytes, torchao).
     if type(param) is not nn.Parameter:
         raise ConfigError(f"parameter {name!r} is a {type(param).__name__}; stage 3 partitions plain nn.Parameter only")
+    record = ParamRecord(param, name)
     param.__class__ = ZeroParameter
     assigned: ZeroParameter = param  # type: ignore[assignment]
-    assigned._zero = ParamRecord(param, name)
+    assigned._zero = record
     return assigned
 
 
@@ -291,7 +286,9 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
     Raises:
         PartitionedUseError: a write, or a use outside a pass.
     """
-    if writes_in_place(name) and any(param is first for param in params):
+    # Torch's convention for operations in place; and assignment to ``.data`` or to elements.
+    writes = (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")
+    if writes and any(param is first for param in params):
         raise use_error(first._zero, f"written ({name})")
     buckets = _buckets_of(params)
     missing = next(param for param in params if isinstance(param, PartitionedParameter))
@@ -310,6 +307,11 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
 def _buckets_of(params: Iterable[ZeroParameter]) -> list[PartitionedBucket]:
     """The buckets of ``params``, each once, in the order that is the same on all ranks."""
     return sorted({param._zero.placed()[0] for param in params}, key=attrgetter("number"))
+
+
+def _whole_of_alias(alias: PartitionedParameter) -> Tensor:
+    with hide_from_checkpointing():
+        return alias._zero.placed()[0].value(alias)
 
 
 def _detached(param: PartitionedParameter, func: Any) -> PartitionedParameter:
@@ -479,9 +481,7 @@ class Init:
     def _partition_own(self, module: nn.Module) -> None:
         """Cut a module's own parameters, not those of modules inside it."""
         for name, param in module._parameters.items():
-            # Cut already, with its first module; lazy, without a shape; on ``meta``, until to_empty or materialize.
-            without = isinstance(param, ZeroParameter) or nn.parameter.is_lazy(param) or getattr(param, "is_meta", True)
-            if param is not None and not without and is_real(param) and param.numel():
+            if param is not None and _can_be_partitioned(param):
                 self._partition_param(param, f"{type(module).__name__}.{name}")
 
     @torch.no_grad()
@@ -543,9 +543,16 @@ class Init:
                 whole.__exit__(None)
 
 
+def _can_be_partitioned(param: nn.Parameter) -> bool:
+    """Whether ``param`` has numbers, and is neither cut already, with the first of its modules, nor without memory."""
+    # A lazy parameter has no shape yet. One on ``meta`` gets its values by ``to_empty`` or :func:`materialize`.
+    without = isinstance(param, ZeroParameter) or nn.parameter.is_lazy(param) or param.is_meta
+    return not without and is_real(param) and param.numel() > 0
+
+
 def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParameter]) -> Any:
-    """Call ``func`` with views of gathered parameters in place; a view would keep ``set_``, ``t_`` for itself."""
-    replaced = partitioned_in(params) if writes_in_place(getattr(func, "__name__", "")) else params
+    """Call ``func`` with views of gathered parameters in their places; but they take themselves what replaces them."""
+    replaced = partitioned_in(params) if getattr(func, "__name__", "") == "__set__" else params  # ``.data = values``
     views = {id(param): param._zero.placed()[0].value(param) for param in replaced}
     new_args, new_kwargs = pytree.tree_map_only(Tensor, lambda t: views.get(id(t), t), (args, kwargs))
     result = func(*new_args, **new_kwargs)
@@ -643,7 +650,6 @@ class GatheredParameters:
 
     # The ledger's names for what is gathered, and for what ``modifier_rank`` sends.
     kinds = ON_REQUEST, ON_REQUEST_BROADCAST
-    writing: ClassVar[dict[GatheredParameters, int]] = {}  # entered with a modifier_rank, and not left
 
     def __init__(
         self,
@@ -680,8 +686,6 @@ class GatheredParameters:
             check_on_device(bucket)
         # Those that the coordinator has gathered, while no module of theirs is under way, are hidden again afterwards.
         self._hidden = [bucket for bucket in self.buckets if not bucket.shown]
-        if self.modifier_rank is not None:
-            self.writing[self] = self.modifier_rank
         # From here on the coordinator does not release them.
         for bucket in self.buckets:
             bucket.gather_refs += 1
@@ -705,15 +709,14 @@ class GatheredParameters:
         try:
             # After an exception nothing is taken over: the other ranks may not have had it, and would not broadcast.
             if error_type is None:
-                if self in self.writing:
-                    self.take_over()
+                if self.modifier_rank is not None:
+                    self._take_over(self.modifier_rank)
                 # A write that was not taken over is refused: without ``modifier_rank``, or to a neighbour in a bucket.
                 for bucket in self.buckets:
                     if bucket.params:  # else its engine was destroyed meanwhile: they have their values for good
                         bucket.writes.check(every_element=True)  # as nothing hurries
                 complete = True
         finally:
-            self.writing.pop(self, None)
             for bucket in self.buckets:
                 if complete:  # else a write that was not taken over is left for the release to refuse
                     bucket.writes.snapshot()
@@ -732,24 +735,22 @@ class GatheredParameters:
                 if bucket in self._hidden:
                     bucket.hide_unused()
 
-    @torch.no_grad()
-    def take_over(self) -> None:
-        """All ranks take ``modifier_rank``'s values: when the context ends, and before a step inside it."""
+    def _take_over(self, source: int) -> None:
         for param in self.params:
             if not isinstance(param, ZeroParameter):
                 values = param.detach().clone()
-                process_group.broadcast_tensor(values, self.writing[self])
+                process_group.broadcast_tensor(values, source)
                 param.copy_(values)  # in sight of the engine, which looks at the parameter's version
                 continue
             bucket, _ = param._zero.placed()
             values = bucket.value(param)
             if param.shape != values.shape:
                 raise ValueError(f"{param._zero.name!r} of shape {tuple(values.shape)} was given {tuple(param.shape)}")
-            if param.numel() and (param.data_ptr(), param.stride()) != (values.data_ptr(), values.stride()):
-                values.copy_(param.data.clone())  # ``param.data = …`` has put it elsewhere, or turned it where it is
+            if param.numel() and param.data_ptr() != values.data_ptr():
+                values.copy_(param.data)  # ``param.data = …`` has put it elsewhere
                 param.data = values
-            # Rank ``modifier_rank``'s values fill every rank's buffer, in place; then each keeps its fragment of them.
-            bucket.gather.comm.broadcast(self.kinds[1], values, self.writing[self])
+            # Rank ``source``'s values fill every rank's buffer, in place; then each keeps its fragment of them.
+            bucket.gather.comm.broadcast(self.kinds[1], values, source)
             bucket.write(param, values.reshape(-1))
             bucket.writes.snapshot_param(param)
         # Secondary shards that are never stale follow.

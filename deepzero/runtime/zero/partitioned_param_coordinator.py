@@ -352,7 +352,8 @@ class PartitionedParameterCoordinator:
     def hide_all(self) -> None:
         """No module is under way any more: what is gathered stays, but parameters do not show it."""
         for key in self.live:
-            self.buckets[key].hide_unused()
+            if self.buckets[key].shown:
+                self.buckets[key].hide_unused()
 
     @outliving_pass()
     def release_all(self, discard: bool = False) -> None:
