@@ -160,7 +160,7 @@ class Accelerator:
 
     def current_stream(self, d: torch.device) -> Stream:
         """This thread's."""
-        # Asked for every gradient: torch.accelerator answers from C++, the device's own module in Python.
+        # Asked for every gradient: the device's own module would make a stream of its own class each time.
         return _named(self.module, torch.accelerator.current_stream(d), d)
 
     def event(self, d: torch.device, timing: bool = False) -> StreamEvent:
@@ -400,5 +400,6 @@ def elementwise_kernel(source: str, d: torch.device) -> Callable[..., torch.Tens
     It is compiled when it is first called with a dtype, in half a second, and kept in torch's folder of kernels.
     """
     its = accelerator_of(d)
-    real = its.kind == "cuda" and not isinstance(its, NullAccelerator)
+    # Not ROCm, which torch calls cuda: its compiler may round a product and a sum once, whatever they are called.
+    real = its.kind == "cuda" and not isinstance(its, NullAccelerator) and torch.version.hip is None
     return torch.cuda.jiterator._create_jit_fn(source) if real else None

@@ -27,8 +27,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1681, 1150),
     "deepzero/comm": (4349, 2720),
-    "deepzero/runtime": (4_824, 3050),
-    "deepzero/runtime/zero": (5_742, 4550),
+    "deepzero/runtime": (4_822, 3050),
+    "deepzero/runtime/zero": (5_748, 4550),
     "deepzero/offload": (3572, 2500),
     "deepzero/checkpoint": (3697, 2610),
     "deepzero/launch": (718, 650),
@@ -44,7 +44,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "tools": (5863, 2700),
     "tools/book": (1084, 1000),
     "examples": (764, 700),
-    "tests": (31_742, 17_000),
+    "tests": (31_736, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -57,7 +57,7 @@ def tour(rank, world, given, kind):
     model = KINDS[kind]()
     if not given["comm"].get("simulated_streams"):
         # A GPU adds up the squares of a block in another order than a CPU does.
-        as_there = lambda grad, _, norms=grad_norm.block_norms: norms(grad, "cuda")
+        as_there = lambda grad, _, out=None, norms=grad_norm.block_norms: norms(grad, "cuda", out)
         with mock.patch.object(grad_norm, "block_norms", as_there):
             return tour_of(rank, world, model, given)
     with null_gpu() as machine:

@@ -244,7 +244,7 @@ def build_all_gather(
     return gather if group is None else SecondaryAllGather(gather, group, mics, frozen)
 
 
-# ---- quantizers, and the monitor of what they lose -------------------------------------------------------------------
+# ---- quantizers ------------------------------------------------------------------------------------------------------
 
 
 def build_quantizer(
