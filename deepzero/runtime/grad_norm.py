@@ -55,11 +55,9 @@ def block_norms(grad: torch.Tensor, device_type: str = "", out: torch.Tensor | N
     while squares.shape[1] > 1:
         first, second = squares.chunk(2, dim=1)
         squares = first + second
-    sums = squares.squeeze(1)
-    if sums.device.type == "cpu":
-        # Every sixth of torch's fp32 roots on a CPU is a neighbour of the right number; a GPU's is the right one.
-        return (sums if out is None else out).copy_(sums.to(torch.float64).sqrt_())
-    return torch.sqrt(sums, out=out)
+    # In fp64: a sixth of torch's fp32 roots on a CPU are not the nearest numbers, and a GPU's are.
+    roots = squares.squeeze(1).to(torch.float64).sqrt_()
+    return roots.to(torch.float32) if out is None else out.copy_(roots)
 
 
 # Three halvings at once, of eight numbers that lie an eighth of a row apart. Each operation by the name of its own
