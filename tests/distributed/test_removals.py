@@ -25,7 +25,6 @@ ON_GPU = {
     "deepzero.comm.reduce_scatter": ("stage 2", "alone", "stage 0", "quantized"),
     "deepzero.runtime.zero.parameter_all_gather": ("stage 3", "quantized", "qwZ", "hybrid", "alone in stage 3"),
     "deepzero.runtime.zero.zeropp": ("quantized", "qwZ", "hybrid"),
-    "deepzero.runtime.quantization_monitor": ("quantized", "qwZ"),
     "deepzero.runtime.zero.partitioned_bucket": ("stage 3", "stage 3 on the host", "quantized", "hybrid"),
     "deepzero.runtime.zero.stage3": ("stage 3",),
     "deepzero.runtime.zero.buffer_pool": ("stage 3", "quantized"),

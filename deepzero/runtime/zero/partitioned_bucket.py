@@ -134,7 +134,7 @@ class PartitionedBucket:
         self._expect(ZeroParamStatus.NOT_AVAILABLE, "launched")
         check_on_device(self)
         buffer = self.pool.take(self.layout.numel, self._shard if self.shard_is_buffer else None)
-        self._gathered = buffer if buffer.numel() == self.layout.numel else buffer[: self.layout.numel]  # it is reused
+        self._gathered = buffer if buffer.numel() == self.layout.numel else buffer[: self.layout.numel]  # may be longer
         # From here on a view of this memory is a view of these values, whoever holds one.
         address = storage_ptr_of(buffer)
         self.pool.contents[address] = (self, self.generation)
