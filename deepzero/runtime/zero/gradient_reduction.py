@@ -78,7 +78,7 @@ class UnreducedGradients:
         # What waits: autograd's own tensors, or views of the flat buffers; and second gradients of a pass, which wait
         # apart, also where the first is still here: the sum's bits do not depend on the buckets.
         self._waiting: dict[int, torch.Tensor] = {}
-        self._later: dict[int, torch.Tensor] = {}
+        self._second: dict[int, torch.Tensor] = {}
         # The count of references of a tensor that is held once: such a gradient is added to in place.
         self._alone = references(torch.empty(0))
         # Where a bucket's gradients go in a send buffer, in their shapes: made once, as buffers last. By the storage's
@@ -95,7 +95,7 @@ class UnreducedGradients:
     def held(self) -> list[torch.Tensor]:
         """Tensors counted as gradients: those that wait now, and the flat buffers."""
         own = (grad for key, grad in self._waiting.items() if self.flat[self._slot_of[key][0]] is None)
-        return [*own, *self._later.values(), *(flat for flat in self.flat if flat is not None)]
+        return [*own, *self._second.values(), *(flat for flat in self.flat if flat is not None)]
 
     def take(self, param: nn.Parameter, again: bool = False) -> None:
         """Take a gradient out of ``param.grad``, and add it to what waits; in the wider buffer, if there is one.
@@ -109,7 +109,7 @@ class UnreducedGradients:
         param.grad = None  # the tensor is freed when ``fill`` has copied it, or at once where a sum takes it in
         key = id(param)
         g, slot = self._slot_of[key]
-        flat, waiting = (None, self._later) if again else (self.flat[g], self._waiting)
+        flat, waiting = (None, self._second) if again else (self.flat[g], self._waiting)
         if flat is None and key not in waiting:  # most gradients, and nothing more is done for them
             waiting[key] = grad
         else:
@@ -133,15 +133,15 @@ class UnreducedGradients:
 
     def waiting_of(self, param: nn.Parameter) -> torch.Tensor | None:
         """1-D: what waits to be sent next of one parameter, or None."""
-        grad = self._waiting.get(id(param), self._later.get(id(param)))
+        grad = self._waiting.get(id(param), self._second.get(id(param)))
         return _dense(grad).reshape(-1) if grad is not None else None
 
     def waiting(self, g: int, bucket: Bucket) -> bool:
         """Whether any gradient of a bucket waits to be sent."""
-        if not (self._waiting or self._later):  # as at the end of nearly every pass
+        if not (self._waiting or self._second):  # as at the end of nearly every pass
             return False
         keys = [id(self.groups[g].params[slot.index]) for slot in bucket.slots]
-        return any(key in waiting for key in keys for waiting in (self._waiting, self._later))
+        return any(key in waiting for key in keys for waiting in (self._waiting, self._second))
 
     @outliving_pass()
     def fill(self, g: int, bucket: Bucket, send_buffer: torch.Tensor, name_unused: bool = True) -> None:
@@ -162,7 +162,7 @@ class UnreducedGradients:
             key = id(group.params[slot.index])
             grad = self._waiting.pop(key, None)
             if grad is None:
-                grad = self._later.pop(key, None)
+                grad = self._second.pop(key, None)
             if grad is not None:
                 targets.append(target)
                 gradients.append(_dense(grad))
@@ -190,7 +190,7 @@ class UnreducedGradients:
     def discard(self) -> None:
         """Drop everything that waits."""
         self._waiting.clear()
-        self._later.clear()
+        self._second.clear()
         self.forget_pass()
         for group in self.groups:
             free_grad_in_param_list(group.params)
@@ -244,8 +244,8 @@ class GradientReducer:
         self._norms = [
             BlockNorms(group.layout.shard_numel, group.device, group.comm.device_type) for group in self.groups
         ]
-        # Of the backward pass under way: the position in ``order``, which gradients have arrived, how many are missing
-        # in each bucket.
+        # Of the backward pass under way: the position in ``order`` of the bucket that leaves next, which parameters'
+        # gradients have arrived (by id), how many each bucket still waits for (by position).
         self._cursor = 0
         self._seen: set[int] = set()
         self._position = {
@@ -256,12 +256,12 @@ class GradientReducer:
         self._missing = [*(len(bucket.slots) for _, bucket in order), 1]  # the last one: behind the end, never complete
         self._pass_began = False
         # Buckets that are sent twice in this pass, by position: a leaf module with parameters there was complete twice.
-        self._again: set[int] = set()
+        self._sent_twice: set[int] = set()
         # ``present``: a backward pass has ended since the last step. ``reduced``: gradients of this step have been
         # sent, so that the next ones are added to them in ``grad_S``.
         self.present = self.reduced = False
-        # Buckets whose whole sums every rank has, where these are gathered: since their last reduction.
-        self._whole_again: set[tuple[int, int]] = set()
+        # Buckets whose whole sums have been gathered since their last reduction, so that every rank has them.
+        self._whole_gathered: set[tuple[int, int]] = set()
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class GradientReducer:
             return
         self._pass_began = True
         mine = [param for param in params if id(param) in self._position]
-        self._again.update(self._position[id(param)] for param in mine if id(param) in self._seen)
+        self._sent_twice.update(self._position[id(param)] for param in mine if id(param) in self._seen)
         for param in mine:
             self._count(param)
         while not self._missing[self._cursor]:
@@ -320,7 +320,7 @@ class GradientReducer:
         # the sum's bits do not depend on what else is in the bucket.
         # Leaf modules: what waits differs between ranks, how often they were complete does not.
         for position, (g, bucket) in enumerate(self.order):
-            if position in self._again or self.unreduced.waiting(g, bucket):
+            if position in self._sent_twice or self.unreduced.waiting(g, bucket):
                 self._reduce_bucket(g, bucket, is_reduction_boundary, again=True)
         self.unreduced.name_unused()
         self.forget_pass()
@@ -330,7 +330,7 @@ class GradientReducer:
         """Begin anew: the next gradient belongs to another backward pass."""
         self._cursor = 0
         self._pass_began = False
-        self._again.clear()
+        self._sent_twice.clear()
         self._seen.clear()
         self._missing = [*(len(bucket.slots) for _, bucket in self.order), 1]
         self.unreduced.forget_pass()
@@ -339,7 +339,7 @@ class GradientReducer:
         """Lay the gradients of a bucket of group ``g`` into a buffer, free them, and send them to their owners."""
         norms = self._norms[g]
         norms.fresh.discard(bucket.index)
-        self._whole_again.discard((g, bucket.index))
+        self._whole_gathered.discard((g, bucket.index))
         measure: Measure | None = None
         if is_reduction_boundary and not self.bucket_reducer.whole:
             # Nothing is added to this sum afterwards, so its block norms are taken while it is in the core's cache.
@@ -376,10 +376,10 @@ class GradientReducer:
         self.drain()
         if self.every_pass and self.bucket_reducer.whole and self.comm.world_size > 1:
             for g, bucket in self.order:
-                if (g, bucket.index) not in self._whole_again:  # all ranks agree: each of them reduces every bucket
+                if (g, bucket.index) not in self._whole_gathered:  # all ranks agree: each of them reduces every bucket
                     self.bucket_reducer.gather(bucket, bucket.of(self.shard.grad_S[g]))
             self.drain()
-            self._whole_again.update((g, bucket.index) for g, bucket in self.order)
+            self._whole_gathered.update((g, bucket.index) for g, bucket in self.order)
         self.reduced = True
 
     def drain(self) -> None:

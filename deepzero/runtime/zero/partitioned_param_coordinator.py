@@ -165,7 +165,7 @@ class PartitionedParameterCoordinator:
         self.pool.bucket_numels = {key: numel for key, numel in self.bucket_numels.items() if numel}
         self._to_simulate = False
         # The block of activation checkpointing that is recomputed now (0: none); how many there were in this step.
-        self._recompute = self._recomputes = 0
+        self._recomputing = self._blocks_recomputed = 0
         self.live_numel = self.max_live_numel = 0
 
     # ---- what the hooks call -----------------------------------------------------------------------------------------
@@ -175,8 +175,8 @@ class PartitionedParameterCoordinator:
         if in_backward():
             # Hooks that are not ours: non-reentrant checkpointing's, which keep views as they are.
             if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-                self._recomputes += 1
-                self._recompute = self._recomputes
+                self._blocks_recomputed += 1
+                self._recomputing = self._blocks_recomputed
                 # Its first module is a use of its own, also of what is here: autograd keeps views from there on.
                 self.current = frozenset()
         elif torch.is_grad_enabled():
@@ -192,7 +192,7 @@ class PartitionedParameterCoordinator:
     def end_forward(self) -> None:
         """The outermost module is left; after an evaluation nothing is kept."""
         if in_backward():
-            self._recompute = 0
+            self._recomputing = 0
         elif self._trace is self.evaluation:
             changed = self._trace.close()
             self.release_all()
@@ -212,7 +212,7 @@ class PartitionedParameterCoordinator:
         """1 fetch, before a module's forward pass and in its backward pass.
 
         Args:
-            keys: sorted; of a module's parameters and those registered for it, or the one of a weight that was saved.
+            keys: bucket numbers, sorted: of a module's parameters and those registered for it, or of a saved weight.
             where: the module or parameter, for events and messages.
             on_demand: noticed only because the bucket was not there; it need not be noticed every time.
             show_params: they are used themselves, and not only views of the buckets.
@@ -269,7 +269,7 @@ class PartitionedParameterCoordinator:
         if backward and self._trace is self.evaluation:
             # An evaluation between a forward pass and its backward pass has ended.
             self._switch(self.training)
-        use = ModuleUse(keys, backward, where, on_demand, self._recompute)
+        use = ModuleUse(keys, backward, where, on_demand, self._recomputing)
         planned = self._trace.advance(use)
         if not self.pool.uses:
             self.training.evicted.clear()
@@ -279,8 +279,8 @@ class PartitionedParameterCoordinator:
         self.pool.uses.append(use)  # what is held at each use tells the pool how many buffers the plan will take
         return use, planned
 
-    def release_sub_module(self, keys: tuple[int, ...], planned: ModuleUse | None) -> None:
-        """2: before ``keys`` are fetched, release what the modules before needed and the plan lets go.
+    def release_sub_module(self, next_keys: tuple[int, ...], planned: ModuleUse | None) -> None:
+        """2: before ``next_keys`` are fetched, release what the modules before needed and the plan lets go.
 
         While recording (``planned`` is None) there is nothing to look ahead to: what was used longest ago goes, so that
         little more than two buckets is held.
@@ -289,9 +289,9 @@ class PartitionedParameterCoordinator:
             self.pool.released(key, self._release(key))  # True: no view of it is held
         # A use on demand that the plan does not have may need room that the plan did not leave.
         limit = self._recording_numel if planned is None else self.limits.stage3_max_live_parameters
-        total = self.live_numel + sum([self.bucket_numels[key] for key in keys if key not in self.live])
+        total = self.live_numel + sum([self.bucket_numels[key] for key in next_keys if key not in self.live])
         # Not looked through for nothing: with one rank all are live.
-        for key in [key for key in self.live if key not in keys] if total > limit else ():
+        for key in [key for key in self.live if key not in next_keys] if total > limit else ():
             if total <= limit:
                 break
             total -= self.bucket_numels[key]
@@ -312,7 +312,7 @@ class PartitionedParameterCoordinator:
                 self._plans_changed()
             elif self._to_simulate:
                 self.predict_anew()
-            self._recomputes = 0
+            self._blocks_recomputed = 0
             self.pool.end_step()
 
     def _plans_changed(self) -> None:
@@ -345,7 +345,7 @@ class PartitionedParameterCoordinator:
         """A pass broke off; what it has written to parameters goes with it."""
         self.release_all(discard=True)
         self.training.reset()
-        self._recompute = self._recomputes = 0
+        self._recomputing = self._blocks_recomputed = 0
         self.pool.end_step()
 
     @outliving_pass()
