@@ -117,8 +117,8 @@ HOPS = (
     Hop("", "sum_in_rank_order", "as it ends: what it has summed", "on_chunk(target",
         {"part": "[f'from rank {q}  ' * (len(parts) > 1) + line for q, part in enumerate(parts)"
                  " for line in in_words(w.fragment_of(part))]", "sum": "w.fragment_of(output)"}, "return", "callers"),
-    Hop(BOUNDARY, "Engine._take_model_step", "steps 4 to 6, for all parameters; _end_passes: stage 3 releases all, and "
-        "the first step's uses become its plan", "_end_passes(|.reduce_gradients(", whose="all"),
+    Hop(BOUNDARY, "Engine._take_model_step", "steps 4 to 6, for all parameters; _prepare_step: stage 3 releases all, "
+        "and the first step's uses become its plan", "_prepare_step(|.reduce_gradients(", whose="all"),
     Hop(STEP, "Engine._take_model_step", "mean_divisor: ranks x micro-batches x loss scale; if not finite: skipped",
         "= agree(|norm = |clip = |if agreement.finite:|_shard.step(", whose="all", at="agree"),
     Hop(STEP, "agree", "summed over ranks: squared norm (bins: integers, whose sum has no order), losses, flags",
@@ -225,13 +225,13 @@ class Watch:
             self.learn(frame.f_locals["self"])
         with torch._C.DisableTorchFunctionSubclass():
             if self.concerns(hop, frame, returned):
-                ours = {"returned": returned, "w": self, "caller": frame.f_back.f_code.co_name}
+                above = frame.f_back.f_back if frame.f_back.f_code.co_name == "inner" else frame.f_back  # no wrapper
+                ours = {"returned": returned, "w": self, "caller": above.f_code.co_name}
                 names = {**globals(), **frame.f_globals, **frame.f_locals, **ours}
                 held = {name: in_words(eval(expression, names)) for name, expression in (hop.shows or {}).items()}
                 told = [f"{name}  {line}" for name, lines in held.items() for line in lines]
-                during = ", backward" if in_backward() else ", forward"
-                if hop.name == "PartitionedBucket.launch" and frame.f_back.f_back.f_locals.get("note"):
-                    during += ", by a prefetch"
+                prefetched = hop.name == "PartitionedBucket.launch" and above.f_locals.get("note")
+                during = (", backward" if in_backward() else ", forward") + ", by a prefetch" * bool(prefetched)
                 self.seen.append((number, during * (hop.step == FETCH), told))
 
 

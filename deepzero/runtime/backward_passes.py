@@ -49,12 +49,14 @@ class BackwardPasses:
         """Backward passes that have ended since the last boundary."""
         # Losses of this step's micro-batches, detached: reading one would make the CPU wait for the GPU.
         self._losses: list[torch.Tensor] = []
-        # The loss of the pass under way: as it was given to us, or put together from the outputs it went through.
+        # Of the pass under way: its loss, as it was given to us, or put together from the outputs it went through;
         self._given_loss: torch.Tensor | None = None
         self._seen_loss: torch.Tensor | None = None
-        # Whether the pass under way is engine.backward's, carries the loss scale, began at a loss whose graph has a
-        # trained parameter, has reached one, and is of the step's last micro-batch.
-        self._inside_backward = self._loss_is_scaled = self._given_trains = self._reached = self._at_boundary = False
+        self._inside_backward = False  # whether it is engine.backward's,
+        self._loss_is_scaled = False  # carries the loss scale,
+        self._given_trains = False  # began at a given loss whose graph has a trained parameter,
+        self._reached = False  # has reached a trained parameter,
+        self._at_boundary = False  # is of the step's last micro-batch
         # What autograd calls at the end of the pass under way, and drops with a pass that breaks off.
         self._armed: Callable[[], Callable[..., None] | None] | None = None
         self._warned_unscaled = False
@@ -86,7 +88,7 @@ class BackwardPasses:
         try:
             with self._comm.ranges.span("backward"):
                 self._scale_loss(loss, factor).backward(retain_graph=retain_graph)
-            if self.count == ended:
+            if self.count == ended:  # it has met no hook of ours, so nobody has asked for its end
                 self._at_boundary = self._is_reduction_boundary()
                 self._end()
         except BaseException:

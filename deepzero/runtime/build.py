@@ -191,8 +191,7 @@ def build_zero(
         groups = [group for group in stored if group.placement.trained]  # stage 3 has frozen ones, too
         if isinstance(optimizer, CPUAdam):
             choose_kernel(optimizer, dtypes, planned, comm)
-        # From here on the optimizer holds fragments of masters, and its state is made for these: now, and not in the
-        # first step, so that a run that does not fit ends here.
+        # Its state is made for fragments of masters now, not in the first step: a run that does not fit ends here.
         set_optimizer_params(optimizer, groups)
         (allocate_state if offload is None else partial(offload.allocate_state, groups=groups))(optimizer)
 

@@ -269,7 +269,7 @@ class Engine(nn.Module):
         self.state.open = True
         # 4 boundary: end the passes, flush, wait. A rank in trouble does so too: the others count on its collectives.
         with self.comm.ranges.span("boundary"):
-            trouble = _end_passes(zero)
+            trouble = _prepare_step(zero)
             zero.stage.reduce_gradients()
             trouble = trouble or zero.optimizer_shard.memory_problem()
         ledger.note("boundary")
@@ -277,9 +277,9 @@ class Engine(nn.Module):
         # place where ranks wait for one another's word, so everything that one rank knows alone travels in it.
         with self.comm.ranges.span("agree"):
             bins = zero.stage.gradients.norm_sq_partials()
-            count = self.batch.accumulation
-            loss = self.passes.take_loss(count)
-            agreement = agree(self.comm, bins, loss, count, self.state.asked_to_stop, trouble is not None)
+            micro_batches = self.batch.accumulation
+            loss = self.passes.take_loss(micro_batches)
+            agreement = agree(self.comm, bins, loss, micro_batches, self.state.asked_to_stop, trouble is not None)
         # From here on all ranks hold the same agreement, so they take the same branch of everything below.
         self.state.open = False
         self.state.stopping = agreement.stop
@@ -297,8 +297,7 @@ class Engine(nn.Module):
             with self.comm.ranges.span("step"):
                 zero.optimizer_shard.step(mean_divisor * clip)
             ledger.note("step")
-            # 6 publish: cast into the flat buffer, gather the buckets; stage 3: cast into the shards.
-            with self.comm.ranges.span("publish"):
+            with self.comm.ranges.span("publish"):  # 6
                 zero.stage.publish()
             self.state.mixture = None
             ledger.note("publish")
@@ -410,8 +409,8 @@ class Engine(nn.Module):
 # ---- 4, 5: what keeps a step from being taken ------------------------------------------------------------------------
 
 
-def _end_passes(zero: ZeroComponents) -> RuntimeError | None:
-    """Update masters, check what trains, end stage 3's passes; return what keeps this rank from a step."""
+def _prepare_step(zero: ZeroComponents) -> RuntimeError | None:
+    """4: update masters, check what trains, end stage 3's passes; return what keeps this rank from a step."""
     found = None
     for prepare in (zero.optimizer_shard.before_step, zero.trained.check, zero.stage.end_passes):
         try:

@@ -124,7 +124,7 @@ def test_a_write_on_one_rank_is_refused_on_all_and_leaves_nothing_behind(rank, w
 def test_a_step_that_breaks_off_at_the_boundary_is_begun_again(rank, world):
     engine = engine_of()
     disagrees = RankMismatchError("other collectives")
-    broken = [("engine.agree", disagrees), ("engine._end_passes", ValueError("sums"))]
+    broken = [("engine.agree", disagrees), ("engine._prepare_step", ValueError("sums"))]
     for place, error in broken:
         with mock.patch(f"deepzero.runtime.{place}", side_effect=error), pytest.raises(type(error)):
             step(engine, rank, 1)
