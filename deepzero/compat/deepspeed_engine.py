@@ -25,12 +25,11 @@ from deepzero.compat.engine_getters import EngineGetters
 from deepzero.compat.lr_schedules import name_scheduler
 from deepzero.compat.optimizer_names import FrozenParameters, NoOptimizer, dress, refuse_to_train, undress
 from deepzero.config.engine import EngineConfig
-from deepzero.config.strict import ConfigError
 from deepzero.offload import offload_states as states_on_host
 from deepzero.offload.activations import build_host_activations
 from deepzero.runtime.engine import StepRecord
 from deepzero.runtime.zero.guards import lost_on_error
-from deepzero.utils.errors import MisuseError
+from deepzero.utils.errors import ConfigError, MisuseError
 
 
 def print_progress(engine: EngineGetters, record: StepRecord) -> None:

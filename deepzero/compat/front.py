@@ -24,14 +24,13 @@ from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.compat.parameters import DeepSpeedInit, is_zero_param
 from deepzero.config.deepspeed_json import load_engine_config, read_mapping
 from deepzero.config.engine import EngineConfig
-from deepzero.config.strict import ConfigError
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.runtime import initialize as door
 from deepzero.runtime.build import Dtypes
 from deepzero.runtime.consistency import TrainedParameters
 from deepzero.runtime.muon import Muon
 from deepzero.runtime.zero.partitioned_bucket import ZeroParamStatus
-from deepzero.utils.errors import MisuseError
+from deepzero.utils.errors import ConfigError, MisuseError
 
 TESTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, CPUAdam, Muon)
 """Optimizers that ``"zero_allow_untested_optimizer": false`` lets pass; where it is left out, all are tried."""

@@ -10,3 +10,7 @@ class ConfigError(ValueError, AssertionError):
 
 class MisuseError(RuntimeError, AssertionError):
     """A call that this engine, or this moment, does not allow; an ``AssertionError`` for the same reason."""
+
+
+class PartitionedUseError(RuntimeError):
+    """The values of a parameter were used, or written, while they were partitioned."""

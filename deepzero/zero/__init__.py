@@ -18,7 +18,6 @@ from deepzero.compat.parameters import (
     unwrap_model_for_generation,
     z3_leaf_parameter,
 )
-from deepzero.runtime.zero.guards import PartitionedUseError
 from deepzero.runtime.zero.module_registry import (
     register_external_parameter,
     set_z3_leaf_modules,
@@ -27,6 +26,7 @@ from deepzero.runtime.zero.module_registry import (
     z3_leaf_module,
 )
 from deepzero.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
+from deepzero.utils.errors import PartitionedUseError
 from deepzero.zero.tiled_linear import TiledLinear, TiledLinearReturnBias
 
 Init = MiCS_Init = DeepSpeedInit

@@ -327,7 +327,7 @@ def test_a_write_behind_a_fetch_is_refused(rank, world, precision):
     one_step(engine, rank, world)
     with torch.no_grad():
         engine.module.embed.weight.ds_tensor.mul_(2)
-    with pytest.raises(deepzero.runtime.zero.guards.PartitionedUseError, match="written between two steps"):
+    with pytest.raises(deepzero.zero.PartitionedUseError, match="written between two steps"):
         one_step(engine, rank, world)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import get_default_nowrap_functions
 from torch.utils.weak import WeakIdKeyDictionary
 
-from deepzero.config.strict import ConfigError
+from deepzero.utils.errors import ConfigError, PartitionedUseError
 
 if TYPE_CHECKING:
     from deepzero.runtime.zero.partition_parameters import ParamRecord, ZeroParameter
@@ -161,10 +161,6 @@ READS_WITHOUT_VALUES = frozenset({torch.Tensor.detach, torch.detach, torch.Tenso
 
 SAMPLES = 512
 """Elements of a bucket's shard that are compared to find a write that left no other trace."""
-
-
-class PartitionedUseError(RuntimeError):
-    """The values of a parameter were used, or written, while they were partitioned."""
 
 
 def use_error(record: ParamRecord, verb: str) -> PartitionedUseError:

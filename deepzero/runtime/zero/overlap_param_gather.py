@@ -55,13 +55,14 @@ from deepzero.layout import Bucket
 from deepzero.runtime.zero.buffer_pool import references
 from deepzero.runtime.zero.fetch_plan import ModuleUse
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
-from deepzero.runtime.zero.guards import METADATA, PartitionedUseError
+from deepzero.runtime.zero.guards import METADATA
 from deepzero.runtime.zero.parameter_all_gather import FORWARD
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup, ZeroStage3
 from deepzero.runtime.zero.stage_1_and_2 import ParamGroup, ZeroStage1And2
 from deepzero.utils.compile import is_compiled
+from deepzero.utils.errors import PartitionedUseError
 from deepzero.utils.exit_hooks import before_the_end
 
 UNDER_WAY: weakref.WeakSet[BucketUnderWay | OverlappedZeroStage3] = weakref.WeakSet()

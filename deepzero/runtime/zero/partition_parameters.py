@@ -46,11 +46,10 @@ from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator, process_communicator
 from deepzero.config.deepspeed_json import load_block, load_zero_config
 from deepzero.config.engine import EngineConfig
-from deepzero.config.strict import ConfigError
 from deepzero.device import accelerator_of
 from deepzero.layout import ParamSlot, plan_layout
 from deepzero.runtime.zero.buffer_pool import BufferPool, references, return_freed_memory
-from deepzero.runtime.zero.guards import METADATA, READS_WITHOUT_VALUES, PartitionedUseError, check_on_device, use_error
+from deepzero.runtime.zero.guards import METADATA, READS_WITHOUT_VALUES, check_on_device, use_error
 from deepzero.runtime.zero.module_registry import register_external_parameter
 from deepzero.runtime.zero.parameter_all_gather import (
     ON_REQUEST,
@@ -63,6 +62,7 @@ from deepzero.runtime.zero.parameter_all_gather import (
 from deepzero.runtime.zero.partition_plan import is_real
 from deepzero.runtime.zero.partitioned_bucket import INIT_KEY, PartitionedBucket, ZeroParamStatus
 from deepzero.utils.dispatch import hide_from_checkpointing
+from deepzero.utils.errors import ConfigError, PartitionedUseError
 
 if TYPE_CHECKING:
     from deepzero.runtime.zero.stage_1_and_2 import ParamGroup

@@ -30,11 +30,11 @@ from deepzero.comm.collectives import Communicator
 from deepzero.config.zero import ZeroConfig
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchPlan, ModuleUse, compile_plan
-from deepzero.runtime.zero.guards import PartitionedUseError
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, EVALUATION, FORWARD, ON_REQUEST, ON_REQUEST_BROADCAST
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.utils.dispatch import outliving_pass
+from deepzero.utils.errors import PartitionedUseError
 from deepzero.utils.storage import storage_ptr_of
 
 log = logging.getLogger(__name__)
