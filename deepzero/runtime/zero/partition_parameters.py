@@ -134,8 +134,7 @@ class ZeroParameter(nn.Parameter):
 
     def hide(self, dtype: torch.dtype, device: torch.device) -> None:
         """Leave the shape without the values; NaN, should anything read it in spite of all."""
-        # The view of the buffer goes with this assignment: a reference that stayed would keep the pool from using the
-        # buffer again.
+        # No view of the buffer may stay, or the pool could not use the buffer again: the assignments below end them.
         placeholder = self._zero.placeholder
         if placeholder is None or placeholder.dtype != dtype or placeholder.device != device:
             with torch.inference_mode(False):  # kept beyond the pass that may be under way
@@ -219,10 +218,9 @@ def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
     # Its class is what changes with its state, so it must not be one that carries behaviour (bitsandbytes, torchao).
     if type(param) is not nn.Parameter:
         raise ConfigError(f"parameter {name!r} is a {type(param).__name__}; stage 3 partitions plain nn.Parameter only")
-    record = ParamRecord(param, name)
     param.__class__ = ZeroParameter
     assigned: ZeroParameter = param  # type: ignore[assignment]
-    assigned._zero = record
+    assigned._zero = ParamRecord(param, name)
     return assigned
 
 
@@ -430,8 +428,7 @@ class Init:
             # A module class that is defined inside the context is wrapped like the others.
             hook: Any = classmethod(functools.partial(_new_subclass, self))
             nn.Module.__init_subclass__ = hook  # type: ignore[method-assign]
-            given_memory: Any = _to_empty
-            nn.Module.to_empty = given_memory  # type: ignore[method-assign]
+            nn.Module.to_empty = _to_empty  # type: ignore[assignment, method-assign]
         self.entered.append(self)
         return self
 
@@ -736,6 +733,7 @@ class GatheredParameters:
                     bucket.hide_unused()
 
     def _take_over(self, source: int) -> None:
+        wrong = ""
         for param in self.params:
             if not isinstance(param, ZeroParameter):
                 values = param.detach().clone()
@@ -744,11 +742,11 @@ class GatheredParameters:
                 continue
             bucket, _ = param._zero.placed()
             values = bucket.value(param)
-            if param.shape != values.shape:
-                raise ValueError(f"{param._zero.name!r} of shape {tuple(values.shape)} was given {tuple(param.shape)}")
-            if param.numel() and param.data_ptr() != values.data_ptr():
+            if param.shape != values.shape:  # the other ranks wait for values: they get what was there
+                wrong = f"{param._zero.name!r} of shape {tuple(values.shape)} was given {tuple(param.shape)}"
+            elif param.numel() and param.data_ptr() != values.data_ptr():
                 values.copy_(param.data)  # ``param.data = …`` has put it elsewhere
-                param.data = values
+            param.data = values
             # Rank ``source``'s values fill every rank's buffer, in place; then each keeps its fragment of them.
             bucket.gather.comm.broadcast(self.kinds[1], values, source)
             bucket.write(param, values.reshape(-1))
@@ -757,3 +755,5 @@ class GatheredParameters:
         if self.buckets:
             with self.buckets[0].gather.comm.ledger.aside():
                 send_to_replicas(self.buckets)
+        if wrong:
+            raise ValueError(wrong)
