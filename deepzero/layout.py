@@ -13,10 +13,14 @@ This module is pure integers, and needs no process: it can be asked about 10,000
     ``grad_S``    this rank's shard of the reduced gradients, in stage 0 all P (a list, one tensor a group);
     ``send``      a bucket's gradients on their way to their owners, in the wire dtype (of ``BucketBuffers``).
 
-    Parameters are laid out in the order in which their gradients arrive, each start aligned to ``ALIGN`` elements. A
-    *bucket* is a run of consecutive parameters, closed before it exceeds the bucket size, and padded to a multiple of
-    ``W * ALIGN``. (``runtime/per_tensor.py`` orders, closes and pads them so that none is cut.) Rank r owns the r-th
-    W-th part **of every bucket**::
+    Parameters lie in the order in which their gradients arrive, each start aligned to ``ALIGN`` elements, and are cut:
+
+    ``bucket``    a run of consecutive parameters, closed before it exceeds the bucket size, and padded to a multiple of
+                  ``W * ALIGN``; it travels as one (``runtime/per_tensor.py`` makes those of which no parameter is cut);
+    ``part``      one of the W equal pieces of a bucket. Rank r owns the r-th part **of every bucket**;
+    ``shard``     all parts of one rank, end to end: S elements. The shard *of a bucket* is a rank's part of it;
+    ``fragment``  what of one parameter lies in a rank's part: the optimizer gets one tensor for each;
+    ``partition`` DeepSpeed's word for a rank's share; *partitioned* parameters are stage 3's. With three ranks::
 
         bucket 0                bucket 1                        bucket 2
         |  r0  |  r1  |  r2  |    |   r0    |   r1    |   r2    |   |  r0  |  r1  |  r2  |      flat_P
@@ -25,9 +29,7 @@ This module is pure integers, and needs no process: it can be asked about 10,000
 
     So every bucket is one balanced reduce-scatter straight into ``grad_S``, and every publication one all-gather
     straight into the parameters' storage: no table of slices, and no copy but that of gradients into their bucket.
-    DeepSpeed owns contiguous ranges instead (``get_data_parallel_partitions``; with one bucket the pictures are the
-    same), so that a bucket belongs to one or two ranks. Ours is the picture of "communication boundaries" in the
-    DeepSpeed post on stage 1 with reduced communication.
+    (DeepSpeed's ranks own contiguous ranges of it all: ``docs/layout.md`` has the reasons for ours.)
 
     Because starts and parts are multiples of ``ALIGN``, no aligned block of a parameter is ever split between ranks.
     The gradient norm rests on that: see ``runtime/grad_norm.py``.

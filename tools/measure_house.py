@@ -28,7 +28,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1681, 1150),
     "deepzero/comm": (4349, 2720),
     "deepzero/runtime": (4_820, 3050),
-    "deepzero/runtime/zero": (5_745, 4550),
+    "deepzero/runtime/zero": (5_743, 4550),
     "deepzero/offload": (3572, 2500),
     "deepzero/checkpoint": (3697, 2610),
     "deepzero/launch": (718, 650),

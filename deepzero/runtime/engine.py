@@ -210,8 +210,7 @@ class Engine(nn.Module):
         """
         self._check_pass("backward")
         _check_loss("backward", loss)
-        # The loss itself is not divided before the pass: the mean over ranks and micro-batches is one division at the
-        # boundary, of fp32 sums, and costs no pass over the gradients of its own.
+        # The loss itself is not divided: the mean is part of the one division at the boundary (``optimizer_shard.py``).
         steps = self.batch.accumulation
         self.passes.run(loss, 1 if scale_wrt_gas else steps, retain_graph)
         return loss.detach() / steps if scale_wrt_gas else loss.detach()

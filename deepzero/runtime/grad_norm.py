@@ -8,8 +8,8 @@ stage. So the sum of squares is made in two parts, neither of which depends on t
    computed from its ``ALIGN`` elements alone, is too.
 2. **Integers.** An fp32 block norm is ``m * 2**e`` with ``1 <= m < 2``. The square of m, rounded to fp32, is a multiple
    of ``2**-23``, so for each of the 256 exponents the squares are added as integers, which is exact and can be done in
-   any order, over blocks, buckets, groups and ranks. The ranks add their 256 integers with one small all-reduce;
-   Python's big integers make the total, and one square root rounds once.
+   any order, over blocks, buckets, groups and ranks (an example: :class:`BlockNorms`). The ranks add their 256
+   integers, the *bins*, with one small all-reduce; Python's big integers make the total; one square root rounds once.
 
 The blocks are measured where the reduction has just written them, while they are in the core's cache
 (:class:`BlockNorms`): a pass of its own over 46 M elements took 23 ms of a 700 ms step, one thread. A block whose
@@ -118,12 +118,13 @@ class BlockNorms:
         device: where it lies.
         device_type: ``cpu`` or ``cuda``; in a dry run what the device stands for.
 
-    Example:
+    Example (the norms of two blocks are 24 = 1.5 * 2**4 and 32 = 1 * 2**5, and 1.5**2 * 4**4 + 1 * 4**5 = 40**2):
         >>> norms = BlockNorms(128, torch.device("cpu"))
         >>> norms.measure(0, torch.full((64,), 3.0), 0)
         >>> norms.measure(64, torch.full((64,), 4.0), 0)
-        >>> norm_from_bins(norms.norm_sq_partials().tolist())
-        40.0
+        >>> bins = norms.norm_sq_partials().tolist()
+        >>> {number - 127: squares / 2**23 for number, squares in enumerate(bins) if squares}, norm_from_bins(bins)
+        ({4: 2.25, 5: 1.0}, 40.0)
     """
 
     def __init__(self, numel: int, device: torch.device, device_type: str = "") -> None:

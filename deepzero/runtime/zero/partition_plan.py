@@ -26,6 +26,8 @@ from deepzero.runtime.zero.zeropp import build_all_gather, build_quantizer
 
 log = logging.getLogger(__name__)
 
+GatherBuilder = Callable[[PlainAllGather], PlainAllGather]
+
 
 def is_real(param: nn.Parameter) -> bool:
     """Whether its elements are numbers that can be cast; two to a byte are not."""
@@ -88,13 +90,13 @@ def limit_lookahead(config: ZeroConfig, limit: int) -> ZeroConfig:
 
 def gather_builders(
     planned: Sequence[GroupPlan], config: ZeroConfig, comm: Communicator, dtype: torch.dtype
-) -> tuple[dict[bool, Callable[[PlainAllGather], PlainAllGather]], list[BufferPool]]:
-    """What makes a bucket's all-gather into the configured one, for frozen parameters under True. A collective.
+) -> tuple[GatherBuilder, GatherBuilder, list[BufferPool]]:
+    """What makes a bucket's all-gather into the configured one: for trained parameters, and for frozen ones.
 
-    Also returns the pool of quantised messages, if there are any. ``dtype`` is the compute dtype.
+    Also returns the pool of quantised messages, if there are any. ``dtype`` is the compute dtype. A collective.
     """
     if comm.world_size == 1:
-        return dict.fromkeys((False, True), build_all_gather), []
+        return build_all_gather, build_all_gather, []
     layouts = {
         frozen: [g.layout for g in planned if g.partitioned and g.trained is not frozen] for frozen in (False, True)
     }
@@ -115,10 +117,9 @@ def gather_builders(
         shard_numel = max((layout.largest_bucket for layout in chosen), default=0) // comm.world_size
         pools = [build_pool(torch.uint8, config, comm)]
         quantization = (quantizer, pools[0], comm.world_size * quantizer.format.message_bytes(shard_numel))
-    return {
-        frozen: partial(build_all_gather, group=group, mics=mics, frozen=frozen, quantization=how)
-        for frozen, how in ((False, quantization if quantized[False] else None), (True, quantization))
-    }, pools
+    build = partial(build_all_gather, group=group, mics=mics)
+    for_trained = partial(build, frozen=False, quantization=quantization if quantized[False] else None)
+    return for_trained, partial(build, frozen=True, quantization=quantization), pools
 
 
 def build_pool(dtype: torch.dtype, config: ZeroConfig, comm: Communicator) -> BufferPool:

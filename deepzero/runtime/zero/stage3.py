@@ -100,7 +100,7 @@ def partition_model(
         if param not in trained:
             place_whole(param, comm, dtype if is_real(param) else param.dtype)
     pool = build_pool(dtype, config, comm)
-    builders, messages = gather_builders(planned, config, comm, dtype)
+    for_trained, for_frozen, messages = gather_builders(planned, config, comm, dtype)
 
     groups: list[ParamGroup] = []
     buckets: list[PartitionedBucket] = []
@@ -108,7 +108,8 @@ def partition_model(
     def build_bucket(group: PartitionedParamGroup, layout: Bucket) -> PartitionedBucket:
         key = len(buckets)
         make = host_gather if host_gather is not None and group.placement.keeps_on_host(layout) else PlainAllGather
-        gather = builders[not group.placement.trained](make(layout, dtype, comm, f"bucket {key}"))
+        configured = for_trained if group.placement.trained else for_frozen
+        gather = configured(make(layout, dtype, comm, f"bucket {key}"))
         params = [group.params[slot.index] for slot in layout.slots]
         buckets.append(PartitionedBucket(key, layout, params, group.param_shard(layout), gather, pool, group))
         return buckets[-1]
@@ -187,7 +188,6 @@ class PartitionedParamGroup(ParamGroup):
         return values
 
     def _allocate_params(self) -> None:
-        # Zeros: padding travels with the parameters, and must not be a NaN that was there before.
         numel = self.layout.shard_numel - self.placement.host_parameter_numel
         self.shard_on_device = torch.zeros(numel, dtype=self.dtype, device=self.device)
 

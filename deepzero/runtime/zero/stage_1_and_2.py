@@ -23,10 +23,8 @@ In elements each step sends: reduce-scatter ``Ψ(W-1)/W`` + all-gather ``Ψ(W-1)
 sends. With ``reduce_scatter=False`` stage 1 all-reduces the gradients as DeepSpeed's first release did, and uses a W-th
 of what it receives: ``2Ψ + Ψ``, 1.5 times the volume for nothing. A twin, so that a test can count that.
 
-The file follows a training step: **0 build**, :class:`ParamGroup` · **3 gradient ready**,
-:meth:`ZeroStage1And2.reduce_ready_gradient` · **4 boundary**, :meth:`~ZeroStage1And2.reduce_gradients` · **5 step** ·
-**6 publish**, :meth:`~ZeroStage1And2.all_gather_dp_groups`. (1 fetch and 2 release are stage 3's.) How a bucket of
-gradients is filled and sent is in ``gradient_reduction.py``, which all stages share.
+The file follows a training step, by the numbers of ``engine.py``; 1 and 2 are stage 3's. How a bucket of gradients is
+filled and sent is in ``gradient_reduction.py``, which all stages share.
 
 [Note: the peak of building]
     Building peaks at training's memory or at the given model's, whichever is larger, and one parameter more. 13 billion
@@ -422,8 +420,7 @@ class ZeroStage1And2:
 
     # ``OptimizerShard.step`` (optimizer_shard.py), the same in every stage: ``_unscale_and_step`` divides grad_S's
     # fragments (``unscale_and_clip_grads``, if the optimizer's kernel does not), then steps on their masters, the
-    # fragments of ``single_partition_of_fp32_groups``. DeepSpeed's step begins with ``free_grad_in_param_list``, for
-    # gradients of other ranks' partitions; here every gradient was freed when it was copied into its bucket.
+    # fragments of ``single_partition_of_fp32_groups``.
 
     def uploaded(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
         """5, on the host: my part of a bucket is new, or on its way. ``group`` counts ``gradients.groups``.
