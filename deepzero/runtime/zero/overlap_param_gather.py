@@ -62,6 +62,7 @@ from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParam
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup, ZeroStage3
 from deepzero.runtime.zero.stage_1_and_2 import ParamGroup, ZeroStage1And2
 from deepzero.utils.compile import is_compiled
+from deepzero.utils.dispatch import outliving_pass
 from deepzero.utils.errors import PartitionedUseError
 from deepzero.utils.exit_hooks import before_the_end
 
@@ -351,6 +352,7 @@ class OverlappedZeroStage3(ZeroStage3):
             partitioned.param_group.cast_masters(partitioned)
             self._launch_updated(partitioned)
 
+    @outliving_pass()
     def _launch_updated(self, *updated: PartitionedBucket) -> None:
         """1 fetch: launch, in their order, the fetches whose shards are new, as now those of ``updated`` are."""
         self._updated.update(updated)

@@ -61,7 +61,7 @@ from deepzero.runtime.zero.parameter_all_gather import (
 )
 from deepzero.runtime.zero.partition_plan import is_real
 from deepzero.runtime.zero.partitioned_bucket import INIT_KEY, PartitionedBucket, ZeroParamStatus
-from deepzero.utils.dispatch import hide_from_checkpointing
+from deepzero.utils.dispatch import hide_from_checkpointing, outliving_pass
 from deepzero.utils.errors import ConfigError, PartitionedUseError
 
 if TYPE_CHECKING:
@@ -224,6 +224,7 @@ def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
     return assigned
 
 
+@outliving_pass()
 def _all_gather_params(buckets: Sequence[PartitionedBucket], kind: str) -> None:
     """Outside of passes: gather the very values of ``buckets``. All launches come before a wait. A collective.
 
@@ -674,7 +675,7 @@ class GatheredParameters:
             for param in self.partitioned:
                 register_external_parameter(fwd_module, param)
 
-    @torch.no_grad()
+    @outliving_pass()
     def __enter__(self) -> None:
         if not self.enabled:
             return
@@ -698,7 +699,7 @@ class GatheredParameters:
             self.__exit__(type(error))
             raise
 
-    @torch.no_grad()
+    @outliving_pass()
     def __exit__(self, error_type: Any, *_: object) -> None:
         if not self.enabled:
             return

@@ -122,9 +122,9 @@ class PartitionedBucket:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     # ---- NOT_AVAILABLE → INFLIGHT → AVAILABLE → NOT_AVAILABLE --------------------------------------------------------
-    # What is made here outlives the pass that is under way, which may be one of inference.
+    # What is made here outlives the pass that is under way, which may be one of inference: those who call, of whom most
+    # act on several buckets, have entered ``outliving_pass``.
 
-    @outliving_pass()
     def launch(self, kind: str, exact: bool = True) -> None:
         """NOT_AVAILABLE → INFLIGHT: take a buffer and launch the all-gather, ``kind`` in the ledger, into it.
 
@@ -150,7 +150,6 @@ class PartitionedBucket:
             raise
         self.status = ZeroParamStatus.INFLIGHT
 
-    @outliving_pass()
     def wait(self) -> None:
         """INFLIGHT → AVAILABLE: the values are here; the parameters are placeholders until :meth:`show`."""
         self._expect(ZeroParamStatus.INFLIGHT, "waited for")
@@ -159,7 +158,6 @@ class PartitionedBucket:
         self.writes.snapshot()
         self.status = ZeroParamStatus.AVAILABLE
 
-    @outliving_pass()
     def show(self) -> None:
         """AVAILABLE: the parameters become views of what is gathered, if they are not."""
         if not self.shown:
@@ -169,7 +167,6 @@ class PartitionedBucket:
                 param.show(whole.as_strided(param._zero.shape, param._zero.stride, slot.offset - start))
             self.shown = True
 
-    @outliving_pass()
     def hide(self) -> None:
         """AVAILABLE still, but the parameters become placeholders, if they are not."""
         if self.shown:
@@ -177,13 +174,11 @@ class PartitionedBucket:
                 param.hide(self._shard.dtype, self.gather.comm.device)
             self.shown = False
 
-    @outliving_pass()
     def hide_unused(self) -> None:
         """:meth:`hide`, but not what a context needs, nor a parameter that was written: :meth:`release` finds that."""
         if self.shown and not self.gather_refs and self.writes.written() is None:
             self.hide()
 
-    @outliving_pass()
     def release(self, discard: bool = False) -> bool:
         """AVAILABLE → NOT_AVAILABLE: the parameters become placeholders, the buffer goes back to the pool.
 

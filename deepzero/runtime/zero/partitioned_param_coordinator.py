@@ -205,7 +205,7 @@ class PartitionedParameterCoordinator:
         if trace is not self._trace:
             self._trace, self.current = trace, frozenset()
 
-    @outliving_pass()  # once, around all buckets: their own contexts find gradients off, and change nothing
+    @outliving_pass()  # once, around all that happens to buckets
     def fetch_sub_module(
         self, keys: tuple[int, ...], where: str, on_demand: bool = False, show_params: bool = True
     ) -> None:
