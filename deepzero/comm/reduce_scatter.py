@@ -193,7 +193,7 @@ class BucketReducer:
 
         Args:
             bucket: what the buffer holds.
-            output: this rank's shard of the sum; with ``whole`` all of it, or the shard, if :meth:`gather` follows.
+            output: 1-D: this rank's shard of the sum; with ``whole`` all of it, or the shard if :meth:`gather` follows.
             accumulate: add to ``output`` instead of replacing it.
             on_chunk: called with this rank's shard of ``output``, in chunks, when it is written. Not with ``whole``.
             around_sum: makes the context in which ``output`` is written, for one that comes from elsewhere.
@@ -274,13 +274,13 @@ class BucketReducer:
                 inflight.second_hop()
             if inflight.pending is not None:
                 inflight.pending.wait()
-            gathers = self.whole and self.method == "exact" and bucket.shard_numel < inflight.output.numel()
-            output = inflight.output.split(bucket.shard_numel)[comm.rank] if gathers else inflight.output
+            gather_follows = self.whole and self.method == "exact" and bucket.shard_numel < inflight.output.numel()
+            output = inflight.output.split(bucket.shard_numel)[comm.rank] if gather_follows else inflight.output
             with inflight.around_sum():
                 parts, factor, on_chunk = inflight.parts, inflight.factor, inflight.on_chunk
                 comm.sum_in_rank_order(output, parts, inflight.accumulate, self._scratch, factor, on_chunk=on_chunk)
             comm.chaos.poison(buffers.send, buffers.recv_buffer)
-            if gathers:
+            if gather_follows:
                 self.gather(bucket, inflight.output)
             # The next bucket may be laid into these buffers when the lane has come to this point.
             buffers.free.record()

@@ -57,7 +57,7 @@ class BackwardPasses:
         self._given_trains = False  # began at a given loss whose graph has a trained parameter,
         self._reached = False  # has reached a trained parameter,
         self._at_boundary = False  # is of the step's last micro-batch
-        # What autograd calls at the end of the pass under way, and drops with a pass that breaks off.
+        # A weak reference to what autograd calls as the pass under way ends: dead when a pass that broke off drops it.
         self._armed: Callable[[], Callable[..., None] | None] | None = None
         self._warned_unscaled = False
         self._home = HomeStream(stage.comm.device)

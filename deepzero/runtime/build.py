@@ -150,7 +150,7 @@ def build_zero(
     in stage 3 placeholders. ``optimizer`` is over parameters of ``model``; afterwards over this rank's masters.
 
     Raises:
-        ConfigError: an optimizer that does not fit the model; a host without room. Elementwise it is known to be.
+        ConfigError: an optimizer that does not fit the model (elementwise it is: checked before); a host without room.
     """
     dtypes, zero = Dtypes.of(config, comm.world_size), config.zero
     names = {param: name for name, param in model.named_parameters()}
@@ -164,11 +164,11 @@ def build_zero(
     on_cpu = zero.offload_optimizer.device != "none" or comm.device.type == "meta"
     steps_on = torch.device("cpu") if on_cpu else comm.device
     moments = [moment_bytes(optimizer, steps_on, index) for index in range(len(optimizer.param_groups))]
-    uncut = {index for index, group in enumerate(optimizer.param_groups) if is_per_tensor(optimizer, group)}
+    per_tensor = {index for index, group in enumerate(optimizer.param_groups) if is_per_tensor(optimizer, group)}
     if zero.stage == 3:
-        planned, limit = plan_partitioning(names, chosen, zero, comm.world_size, uncut)
+        planned, limit = plan_partitioning(names, chosen, zero, comm.world_size, per_tensor)
     else:
-        planned, limit = plan_groups(chosen, config, comm.world_size, uncut), 0
+        planned, limit = plan_groups(chosen, config, comm.world_size, per_tensor), 0
     planned = plan_offload(planned, zero, dtypes.compute)
     # A second bucket is filled while the first is under way; with one rank, or without overlap, none ever is.
     depth = 2 if zero.overlap_comm and comm.world_size > 1 else 1
@@ -262,15 +262,15 @@ def choose_parameters(
 
 
 def plan_groups(
-    chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, world_size: int, uncut: Container[int] = ()
+    chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, world_size: int, per_tensor: Container[int] = ()
 ) -> list[GroupPlan]:
-    """Stages 0-2: the layout of the trainable parameters, one group per optimizer group, ``uncut`` ones per tensor."""
+    """Stages 0-2: layouts of the trainable parameters, one for each optimizer group, some ``per_tensor``."""
     # One limit for all groups: buckets of a small group are not cut smaller than those of a large one.
     total = sum(param.numel() for params in chosen for param in params)
     limit = bucket_limit(total, config.zero.reduce_bucket_size, config.zero.allgather_bucket_size)
-    plan = lambda params, index: plan_group(params, world_size, limit, index in uncut, config.zero.shard_align)
+    plan = lambda params, index: plan_group(params, world_size, limit, index in per_tensor, config.zero.shard_align)
     return [
-        GroupPlan(params, plan(params, index), index, False, index in uncut)
+        GroupPlan(params, plan(params, index), index, False, index in per_tensor)
         for index, params in enumerate(chosen)
         if params
     ]
@@ -283,8 +283,8 @@ def place_model(
     model: nn.Module, planned: Sequence[GroupPlan], config: EngineConfig, comm: Communicator, offload: Offload | None
 ) -> list[ParamGroup]:
     """Stages 0-2: move the model to the device, with rank 0's values, the trainable parameters into flat buffers."""
-    # What modules that are not plain do when they are moved is done; the parameters stay where they are. Buffers are on
-    # the device after it; what follows gives them rank 0's values.
+    # By ``_apply``, as some modules do more than that when they are moved; the parameters stay where they are. Buffers
+    # are on the device after it; what follows gives them rank 0's values.
     moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer that two modules share stays one
     model._apply(lambda t: t if isinstance(t, nn.Parameter) else moved.setdefault(t, t.to(comm.device)))
     dtype, names = Dtypes.of(config).compute, {param: name for name, param in model.named_parameters()}

@@ -86,7 +86,7 @@ class StepState:
     asked_to_stop: bool = False  # ``request_stop`` was called on this rank
     stopping: bool = False  # on all ranks since a step in which one had been asked to: time to save and leave
     hopeless_steps: int = 0  # skipped in a row: a loss is not finite, or anything with bf16's check_grad_overflow
-    mixture: str | None = None  # what broke off and left values of two steps (5, 6; a load): only a load is left
+    mixture: str | None = None  # what broke off (5, 6, a load) and left two steps' values mixed: only a load may follow
     destroyed: bool = False
 
 

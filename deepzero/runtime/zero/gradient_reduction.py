@@ -84,7 +84,7 @@ class UnreducedGradients:
         # Where a bucket's gradients go in a send buffer, in their shapes: made once, as buffers last. By the storage's
         # handle, which is no other one's while these views hold it.
         self._targets: dict[tuple[int, int, int, int], list[torch.Tensor]] = {}
-        # A sum of micro-batches in bf16 would lose what one in fp32 keeps.
+        # By group, a wider buffer to sum micro-batches in, if any: a sum in bf16 would lose what one in fp32 keeps.
         self.flat = [
             torch.zeros(group.layout.padded_numel, dtype=sum_dtype, device=group.device)
             if sum_dtype is not None and sum_dtype.itemsize > group.dtype.itemsize
@@ -350,12 +350,12 @@ class GradientReducer:
         output, around_sum = self.shard.grad_output(g, bucket, accumulate)
         if self.every_pass and self.bucket_reducer.whole:
             output = self.shard.grad_shard(g, bucket)  # the others' sums come when they are complete: reduce_now
-        first = self.groups[g].names[bucket.slots[0].index]
-        with self.comm.ranges.span("reduce", bucket.index, first):
+        place = self.groups[g].names[bucket.slots[0].index]  # for traces
+        with self.comm.ranges.span("reduce", bucket.index, place):
             # Waits only where all buffers are under way: the oldest is then added up, and filled anew.
             send_buffer = self.bucket_reducer.acquire(bucket, output, accumulate)
             self.unreduced.fill(g, bucket, send_buffer, name_unused=not again)
-            self.bucket_reducer.launch(bucket, output, accumulate, measure, around_sum, g, first)
+            self.bucket_reducer.launch(bucket, output, accumulate, measure, around_sum, g, place)
         if self.on_launched is not None:
             self.on_launched(g, bucket)
 

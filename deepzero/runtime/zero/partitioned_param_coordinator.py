@@ -408,7 +408,7 @@ class PartitionedParameterCoordinator:
         for pool in self.pools:
             pool.clear()
 
-    # ---- how -------------------------------------------------------------------------------------------------------
+    # ---- one bucket more, one less ---------------------------------------------------------------------------------
 
     def count_live(self, key: int, where: str) -> None:
         """A bucket is on its way, or here: it counts until it is released."""

@@ -251,7 +251,7 @@ class ParamGroup:
     # ---- the group's tensors -----------------------------------------------------------------------------------------
 
     def separate_masters(self, start: int, numel: int) -> torch.Tensor | None:
-        """Masters of the shard's elements ``[start, start + numel)``; None where the parameters are their own."""
+        """1-D, fp32: masters of the shard's ``[start, start + numel)``; None where the parameters are their own."""
         placed, storages = self.placement, (self.masters_on_host, self.masters_on_device)
         for span, storage in zip((placed.host_master_span, placed.device_master_span), storages, strict=True):
             # A bucket lies on one side, and whatever is asked for lies within a bucket.
@@ -267,7 +267,7 @@ class ParamGroup:
         return self.fragments[number], self.masters[number]
 
     def master_of(self, bucket: Bucket) -> torch.Tensor:
-        """The masters of what :meth:`param_shard` names, padding included; in fp32 it is that tensor itself."""
+        """1-D, fp32: masters of what :meth:`param_shard` names, padding included; of fp32 parameters that tensor."""
         found = self.separate_masters(*self.part_of(bucket))
         return self.param_shard(bucket) if found is None else found
 
@@ -287,7 +287,7 @@ class ParamGroup:
         return [self.flat_P]
 
     def param_shard(self, bucket: Bucket) -> torch.Tensor:
-        """This rank's part of ``bucket`` in the compute dtype, padding included; all of it where :attr:`replicated`."""
+        """1-D, compute dtype: this rank's part of ``bucket``, with padding; all of it where :attr:`replicated`."""
         if self.replicated:
             return bucket.of(self.flat_P)
         return self.flat_P[bucket.part_start(self.comm.rank) :][: bucket.shard_numel]
