@@ -93,7 +93,7 @@ HOPS = (
     Hop("", "ModuleHooks.pack", "autograd saves the weight, and is given a record in its place",
         "owner = |offset = |SavedWeight(owner", {"shape": "list(returned.shape)"}, "return"),
     Hop(RELEASE, "PartitionedParameterCoordinator.release_sub_module", "by the next fetch; _release calls what "
-        "follows; `pool.released` only notes it", "in planned.rel|# True", {"keys fetched next": "list(next_keys)"}),
+        "follows", "planned.rel|# True", {"released": "f'{[*planned.release]}, as {[*next_keys]} is fetched'"}),
     Hop(RELEASE, "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE; give takes the buffer at `address` back "
         "into the pool; shard_is_buffer: with one rank", "self.hide()|self._gathered = |self.status = |pool.give("),
     Hop(READY, "BackwardPasses._gradient_ready", "autograd's hook", "self._stage.", {"param.grad": "param.grad"}),

@@ -38,8 +38,8 @@ class ModuleUse:
     """Buckets whose gradients became complete between this use and the next."""
     release: tuple[int, ...] = ()
     fetch: tuple[int, ...] = ()
-    """In a plan for predictions alone: the coordinator fetches what of ``keys`` is not there, which is the same. In the
-    record of a pass prefetches are among them."""
+    """In a plan only predictions read it: the coordinator fetches what of ``keys`` is not there, which is the same. The
+    record of a pass has prefetches here, too."""
     prefetch: tuple[tuple[int, bool], ...] = ()
     """With each bucket, whether it is for a backward pass."""
 

@@ -62,7 +62,7 @@ class ModuleTrace:
         self.plan: FetchPlan | None = None
         # Of the use under way; -1 before the first.
         self.position = -1
-        # Keys of what an evaluation between its uses has released, until the plan does: gathered anew, it counts apart.
+        # Keys that an evaluation in between has released, until the plan does: their second gather is counted apart.
         self.evicted: set[int] = set()
         self.dropped = 0
 
@@ -163,7 +163,7 @@ class PartitionedParameterCoordinator:
         self.on_release_all: Callable[[], None] = lambda: None  # called when all is released
         self.pool, self.pools = pools[0], pools
         self.pool.bucket_numels = {key: numel for key, numel in self.bucket_numels.items() if numel}
-        self._to_simulate = False
+        self._to_simulate = False  # plans are new, and their buffers are not found out yet
         # The block of activation checkpointing that is recomputed now (0: none); how many there were in this step.
         self._recomputing = self._blocks_recomputed = 0
         self.live_numel = self.max_live_numel = 0
