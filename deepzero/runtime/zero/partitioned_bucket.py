@@ -46,10 +46,10 @@ class ZeroParamStatus(Enum):
 class PartitionedBucket:
     """A bucket of the layout with its tensors: this rank's shard, and while it is gathered the whole of it.
 
-    ``key`` is the coordinator's number for it, or ``INIT_KEY``; ``layout`` says where the parameters lie in it, and
-    ``params`` are those of its slots, in order; ``shard`` is 1-D, ``[layout.shard_numel]``, in the compute dtype;
-    ``gather`` is the strategy by which values for computing come; ``param_group`` is theirs, None for the buckets of
-    ``zero.Init``, which has no masters.
+    ``key`` is the coordinator's number for it, or ``INIT_KEY``; ``layout``, one bucket of its group's layout, says
+    where the parameters lie in it, and ``params`` are those of its slots, in order; ``shard`` is 1-D, of the compute
+    dtype, ``[layout.shard_numel]``; ``gather`` is the strategy by which values for computing come; ``param_group`` is
+    theirs, None for the buckets of ``zero.Init``, which has no masters.
     """
 
     def __init__(
