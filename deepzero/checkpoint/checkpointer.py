@@ -152,8 +152,8 @@ class Checkpointer:
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """``engine.load_checkpoint``. A collective."""
         folder = as_folder("load_checkpoint", load_dir)
-        self.engine.check("load_checkpoint")
         with together(own_words):
+            self.engine.check("load_checkpoint")
             why = None if self._weights_alone else self.engine.state.mixture
             if why is not None and (module_only or not optimizer_states):
                 raise CheckpointError(f"{why}: load the optimizer's states too, or start again")
@@ -208,11 +208,7 @@ class Checkpointer:
         return str(reader.path), client_state
 
     def _saved_schedule(self, loader: Loader) -> Any:
-        """The schedule's state as it is stored, when there is one here and there.
-
-        Raises:
-            CheckpointError: they are not of one kind.
-        """
+        """The stored state of the schedule, where there is one here and there; raises where they differ in kind."""
         saved, schedule = loader.manifest.lr_scheduler, self.engine.lr_scheduler
         if saved is None or not callable(getattr(schedule, "load_state_dict", None)):
             return None
@@ -239,8 +235,10 @@ class Checkpointer:
         engine.state.mixture = f"{loader.reader.path} was loaded in part only"
         with engine.comm.ledger.aside(), torch.no_grad():
             loader.read()
-            if zero.offload is not None:
-                zero.offload.upload_masters()
+            masters_lie_in = engine.config.zero.offload_optimizer.nvme_path
+            with together(lambda error: f"masters in {masters_lie_in} cannot be loaded: {own_words(error)}"):
+                if zero.offload is not None:
+                    zero.offload.upload_masters()
             zero.stage.publish()
             for group in loader.holdings.frozen:
                 for bucket in group.buckets:

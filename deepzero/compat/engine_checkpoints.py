@@ -135,9 +135,9 @@ def load_checkpoint(  # noqa: D417  of the method
             "load_checkpoint(custom_load_fn=…): deepzero fills partitions and has no whole state dict to give; "
             "give the model other names or values before deepzero.initialize, or use load_module_strict=False"
         )
-    latest = Path(os.path.expanduser(load_dir)) / LATEST_UNIVERSAL
-    if tag is None and self.config.load_universal and latest.is_file():
-        tag = latest_tag(latest.parent, LATEST_UNIVERSAL)
+    if tag is None and self.config.load_universal:
+        with together():
+            tag = latest_tag(Path(os.path.expanduser(load_dir)), LATEST_UNIVERSAL)
     return self.checkpointer.load(
         load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
     )

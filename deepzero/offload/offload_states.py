@@ -200,7 +200,7 @@ class StateOffloader:
 
     def __init__(self, engine: Engine, wait_for_saves: Callable[[], None]) -> None:
         self.engine, self._wait_for_saves = engine, wait_for_saves
-        self.offloaded: list[OffloadedStorages] = []  # away, one for each call of :meth:`offload`
+        self.offloaded: list[tuple[OffloadedStorages, frozenset[str]]] = []  # away, by call; the categories of each
         self._reloading: list[OffloadedStorages] = []  # back; perhaps the last bytes are still on their way
         self.away: frozenset[str] = frozenset()  # which categories are away, on any rank
         self._forward_hook: Any = None
@@ -210,7 +210,7 @@ class StateOffloader:
     def _wire(self) -> HostDeviceCopier:
         comm = self.engine.comm
         comm.ledger.untracked_kinds |= {STATES_TO_HOST, STATES_TO_DEVICE}
-        comm.ledger.watch(HOST_STATES, lambda: [t for one in self.offloaded for t in one.arena.tensors(HOST_STATES)])
+        comm.ledger.watch(HOST_STATES, lambda: [t for one, _ in self.offloaded for t in one.arena.tensors(HOST_STATES)])
         return HostDeviceCopier(comm.device, comm.ledger, comm.chaos, OffloadStats(), comm.ranges)
 
     def offload(
@@ -229,14 +229,13 @@ class StateOffloader:
         error = lambda text: HostMemoryError(f"offload_states: {text}{advice}")
         try:
             with self.engine.comm.together(error, HostMemoryError):
-                made = OffloadedStorages(leaving, reachable, self._wire, pin_memory) if leaving else None
+                made = OffloadedStorages(leaving, reachable, self._wire, pin_memory) if moved else None
         except HostMemoryError:
             if made is not None:
                 made.come_back()
                 made.close()
             raise
-        self.offloaded += [made] if made is not None else []
-        self.away |= moved
+        self.offloaded += [(made, moved)] if made is not None else []
         self._post_notices()
         self.engine.comm.ledger.sample()
         if not non_blocking:  # for other processes: another engine generates, perhaps
@@ -247,13 +246,12 @@ class StateOffloader:
         self._close_reloaded()
         try:
             while self.offloaded:  # one that has no room on the device stays in the list
-                self.offloaded[0].come_back()
-                self._reloading.append(self.offloaded.pop(0))
+                self.offloaded[0][0].come_back()
+                self._reloading.append(self.offloaded.pop(0)[0])
         finally:
+            self._post_notices()
             if not non_blocking:
                 self._close_reloaded()
-        self.away = frozenset()
-        self._post_notices()
 
     def _close_reloaded(self) -> None:
         while self._reloading:
@@ -377,6 +375,7 @@ class StateOffloader:
 
     def _post_notices(self) -> None:
         """Where states are used, it is known whether they are here."""
+        self.away = frozenset().union(*(states for _, states in self.offloaded))
         if self._forward_hook is not None:
             self._forward_hook.remove()
             self._forward_hook = None

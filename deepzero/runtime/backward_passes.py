@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from deepzero.runtime.consistency import exact_sum
-from deepzero.runtime.home_stream import HomeStream
+from deepzero.runtime.home_stream import HomeStream, weakly
 from deepzero.runtime.loss_scaler import LossScaler
 from deepzero.runtime.pytree import graph_has, output_tensors, scalar_loss
 from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
@@ -61,7 +61,7 @@ class BackwardPasses:
         self._armed: Callable[[], Callable[..., None] | None] | None = None
         self._warned_unscaled = False
         self._home = HomeStream(stage.comm.device)
-        ready = self._home.param_hook(self._gradient_ready)  # autograd may call it on another stream
+        ready = self._home.hook(weakly(self._gradient_ready), of_param=True)  # on whichever stream autograd calls it
         trained = [param for group in stage.gradients.groups for param in group.params]
         self._trained = {id(param) for param in trained}
         self._handles = [param.register_post_accumulate_grad_hook(ready) for param in trained]

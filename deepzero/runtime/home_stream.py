@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,12 @@ import torch
 from torch import nn
 
 from deepzero.device import accelerator_of
+
+
+def weakly(method: Any) -> Callable[[nn.Parameter], None]:
+    """A parameter's hook that ends with its object: no collector sees, in C++, that it leads back to the parameter."""
+    of, function = weakref.ref(method.__self__), method.__func__
+    return lambda param: function(its, param) if (its := of()) is not None else None
 
 
 class HomeStream:
@@ -28,27 +35,18 @@ class HomeStream:
         """Let the current stream be home."""
         self._home = self._accelerator.current_stream(self._device)
 
-    def hook(self, function: Callable[..., None]) -> Callable[..., None]:
-        """``function``, called at home, behind what has been issued on the stream where it is called."""
+    def hook(self, function: Callable[..., None], of_param: bool = False) -> Callable[..., None]:
+        """``function``, called at home, behind what has been issued on the stream where it is called.
+
+        With ``of_param`` it is a parameter's hook, whose ``.grad`` is then memory of home's.
+        """
 
         def called(*given: Any) -> None:
-            if self._accelerator.current_stream(self._device).key == self._home.key:
-                function(*given)
-                return
-            with self._entered(None):
-                function(*given)
-
-        return called if self._accelerator.has_streams else function
-
-    def param_hook(self, function: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-        """The same for a parameter's hook, whose ``.grad`` is then memory of home's."""
-
-        def called(param: nn.Parameter) -> None:
             if self._accelerator.current_stream(self._device).key == self._home.key:  # nearly always
-                function(param)
+                function(*given)
                 return
-            with self._entered(param):
-                function(param)
+            with self._entered(given[0] if of_param else None):
+                function(*given)
 
         return called if self._accelerator.has_streams else function
 

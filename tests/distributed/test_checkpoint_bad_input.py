@@ -4,7 +4,9 @@ import hashlib
 import json
 import shutil
 from argparse import Namespace
-from unittest.mock import patch
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from deepzero.comm import process_group
 from tests.distributed.checkpoints import engine_for, fingerprints, said, steps
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_checkpoint_models import two_groups
-from tests.distributed.training import SGD, TinyModel, config, log_lines, make_model, start
+from tests.distributed.training import SGD, TinyModel, Wide, config, log_lines, make_model, start
 
 
 def save_two(rank, world, folder):
@@ -319,17 +321,25 @@ def test_a_frozen_parameter_of_a_dtype_that_is_not_known(rank, world, tmp_path):
 
 @pytest.mark.parametrize("weights_alone", [False, True])
 @on_ranks()
-def test_a_disk_that_fails_while_it_is_read(rank, world, saved, weights_alone):
-    """A disk fails on rank 1 in the middle of a load: another one like it ends what it has left."""
-    engine = engine_for(world, 2)
-    failing = {"side_effect": OSError(5, "Input/output error")} if rank == 1 else {"wraps": reader.os.preadv}
-    with patch.object(reader.os, "preadv", **failing):
-        message = said(engine.load_checkpoint, saved, load_module_only=weights_alone)
+def test_a_disk_that_fails_while_it_is_read(rank, world, tmp_path, weights_alone):
+    """One of rank 1's, at last in the middle of a load: all raise, and another load like it ends what it has left."""
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    engine = engine_for(world, 2, model=Wide(), zero=zero, checkpoint={"load_universal": True})
+    engine.save_checkpoint(tmp_path)
+    failing, masters = Mock(side_effect=OSError(5, "Input/output error")), engine.zero.offload.memories[1]
+    for where, name, broken, file in (
+        (Path, "read_text", failing, f"{tmp_path / 'latest_universal'} cannot be read: "),
+        (reader.os, "open", failing, f"{tmp_path / 'global_step0' / 'rank-00001-of-00002.safetensors'}: Input"),
+        (masters, "_memory", Mock(flush=failing), f"masters in {tmp_path} cannot be loaded: Input"),
+        (reader.os, "preadv", failing, "Input/output error; the disk cannot read it"),
+    ):
+        with patch.object(where, name, broken) if rank == 1 else nullcontext():
+            message = said(engine.load_checkpoint, tmp_path, load_module_only=weights_alone)
+        assert file in message and message.startswith("rank 1: ") == (rank == 0)
     with pytest.raises(CheckpointError, match="mixture of two states"):
         steps(engine, rank, world, 1)
-    engine.load_checkpoint(saved, load_module_only=weights_alone)
+    engine.load_checkpoint(tmp_path, load_module_only=weights_alone)
     assert fingerprints(engine)
     with patch.object(engine.checkpointer, "_take_counters", side_effect=ValueError("on purpose")):
-        assert "on purpose" in said(engine.load_checkpoint, saved, load_optimizer_states=False)
-    assert "load the optimizer's states too" in said(engine.load_checkpoint, saved, load_module_only=True)
-    assert "Input/output error; the disk cannot read it" in message and ".safetensors" in message
+        assert "on purpose" in said(engine.load_checkpoint, tmp_path, load_optimizer_states=False)
+    assert "load the optimizer's states too" in said(engine.load_checkpoint, tmp_path, load_module_only=True)

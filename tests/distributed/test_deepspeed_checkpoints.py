@@ -247,8 +247,7 @@ def saves(rank, world, folder):
     if rank == 0:
         (folder / "zero_to_fp32.py").write_text("")  # cut short: the next save puts it right
     engine.save_checkpoint(folder, tag="some", exclude_frozen_parameters=True, save_latest=False)
-    kept = {name: tensors["master"].clone() for name, tensors in values(engine).items()}
-    return kept
+    return {name: tensors["master"].clone() for name, tensors in values(engine).items()}
 
 
 def test_weights_in_fp32_as_deepspeed_gives_them(ranks, theirs, tmp_path, monkeypatch, caplog):

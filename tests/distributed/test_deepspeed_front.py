@@ -98,6 +98,10 @@ def test_without_an_optimizer(rank, world, tmp_path, stage):
     with pytest.raises(deepzero.ConfigError, match=r"another engine"):
         deepzero.initialize(model=training.module.blocks, config=settings)
     assert all(param.requires_grad for param in training.module.parameters())
+    held = [weakref.ref(one) for one in (trained, trained.module, trained.module.embed.weight)]
+    del trained
+    gc.collect()
+    assert [one() for one in held] == [None] * 3
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

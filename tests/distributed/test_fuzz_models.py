@@ -59,10 +59,8 @@ def compared(rank, world, kind, seeds):
             families = KINDS[kind](recipe, rank)
         except Exception as error:
             raise RuntimeError(f"DEEPZERO_FUZZ={kind}:{seed} raises {error!r}: {recipe}") from error
-        for first, *others in families:
-            for other in others:
-                if other != first:
-                    different.append(f"DEEPZERO_FUZZ={kind}:{seed} {other} is not {first}: {recipe}")
+        pairs = ((first, other) for first, *others in families for other in others if other != first)
+        different += [f"DEEPZERO_FUZZ={kind}:{seed} {other} is not {first}: {recipe}" for first, other in pairs]
     return different
 
 

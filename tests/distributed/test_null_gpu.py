@@ -313,7 +313,7 @@ def test_a_gradient_of_another_stream_is_not_freed_too_early():
         home, param = HomeStream(GPU), nn.Parameter(torch.zeros(4, device=GPU))
         with accelerator_of(GPU).stream(GPU).running():
             param.grad = torch.ones(4, device=GPU)
-            home.param_hook(lambda _: None)(param)
+            home.hook(lambda _: None, of_param=True)(param)
         torch.zeros(1).add_(1)
 
 
