@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.convert_frame import register_bytecode_hook
 from torch.nn import functional as F
 
 import deepzero
@@ -167,6 +168,18 @@ def test_compiled_blocks(rank, world):
         for how in seen:
             same_in_stages_2_and_3(lambda stage, how=how: stack(how), step)
     assert seen["in place"] == seen["wrapped"] == seen["all"]
+
+
+@on_ranks(1)
+def test_compiled_around_the_hooks(rank, world):
+    """What autograd saves between two of our modules' hooks passes ``pack`` inside compiled code; it stays as it is."""
+    model, compiled = Stack(), list[str]()
+    engine = start(model, stage=3, bucket=100, zero=WHOLE)
+    model.forward = torch.compile(model.forward, backend="eager")
+    with warnings.catch_warnings(), register_bytecode_hook(lambda code, _: compiled.append(code.co_filename)):
+        warnings.simplefilter("ignore")  # as above
+        step_on(engine, batch(0, rank))
+    assert compiled and not any(name.startswith(deepzero.__path__[0]) for name in compiled)
 
 
 def test_both_ways_to_compile_are_known():

@@ -30,7 +30,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ from deepzero.runtime.zero.module_registry import external_parameters, z3_leaf_m
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
-from deepzero.utils.compile import is_compiled
+from deepzero.utils.compile import is_compiled, never_compiled
 from deepzero.utils.dispatch import hide_from_checkpointing
 from deepzero.utils.saved_tensor import keep, kept
 
@@ -126,7 +126,7 @@ class ModuleHooks:
     def _pre_forward_hook(self, params: list[ZeroParameter], name: str, counted: bool) -> Callable[..., None]:
         coordinator, own = self.coordinator, keys_of(params)
 
-        @torch.compiler.disable
+        @never_compiled
         def pre_forward(module: nn.Module, args: Any, kwargs: Any = None) -> None:
             """1 fetch: the module's parameters are gathered before it runs."""
             # An empty stack: this is the outermost module, and a forward pass begins.
@@ -151,7 +151,7 @@ class ModuleHooks:
     def _post_forward_hook(self, params: list[ZeroParameter], name: str, fetched_as_one: bool) -> Callable[..., None]:
         trail, after = self.coordinator.comm.trail, (f"forward, after {name}", f"backward, after {name}")
 
-        @torch.compiler.disable
+        @never_compiled
         def post_forward(module: nn.Module, args: Any, output: Any) -> None:
             """The module is over, or has raised. What it used is released by the next fetch."""
             if fetched_as_one:
@@ -263,6 +263,7 @@ class ModuleHooks:
         )
         return False
 
+    @never_compiled
     def _pack_before(self, pack: Callable[..., Any], recomputes: bool, tensor: torch.Tensor) -> Any:
         """For autograd, in front of hooks that were there before.
 
@@ -274,11 +275,13 @@ class ModuleHooks:
         packed = tensor if recomputes else self.pack(tensor)
         return (packed,) if isinstance(packed, SavedWeight) else pack(self.view_of(tensor))
 
+    @never_compiled
     def _unpack_before(self, unpack: Callable[..., torch.Tensor], packed: Any) -> torch.Tensor:
         if isinstance(packed, tuple) and len(packed) == 1 and isinstance(packed[0], SavedWeight):
             return self.unpack(packed[0])
         return unpack(packed)
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd: in place of a weight, or of a view of one, where to find it."""
         if type(tensor) is PartitionedParameter:
@@ -286,12 +289,11 @@ class ModuleHooks:
             record = tensor._zero
             bucket, slot = record.placed()
             if not self.coordinator.has(bucket):
-                return tensor
+                return keep(tensor)
             start = slot.offset - bucket.layout.offset
             return SavedWeight(bucket.key, bucket.generation, tensor.dtype, record.shape, record.stride, start)
         # By storage pointer: a transposed, sliced or expanded weight has the storage of its bucket's buffer.
-        owner = self.coordinator.bucket_shown_by(tensor)
-        if owner is None:
+        if (owner := self.coordinator.bucket_shown_by(tensor)) is None:
             return keep(tensor)
         # Shape, strides and offset say which view it was: autograd saves the transposed weight of a linear layer.
         offset = int(tensor.storage_offset())
@@ -307,12 +309,11 @@ class ModuleHooks:
                 return bucket.value(tensor)
         return tensor.detach() if isinstance(tensor, ZeroParameter) else tensor
 
+    @never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
         """1 fetch, for the backward pass: in place of what was saved its view of the bucket, gathered again."""
         if type(packed) is tuple:  # no weight: it stays where it is, and must be as it was
             return kept(packed)
-        if not isinstance(packed, SavedWeight):
-            return cast(torch.Tensor, packed)
         bucket = self.coordinator.buckets[packed.key]
         # The graph of a double backward pass would save the view that is made here, whose values go with the bucket.
         if torch.is_grad_enabled():
