@@ -176,6 +176,8 @@ class PartitionedParameter(ZeroParameter):
                 return func(*args, **kwargs)
         if func in READS_WITHOUT_VALUES and isinstance(args[0], PartitionedParameter):
             return _detached(args[0], func)
+        if func in (torch.autograd.backward, torch.autograd.grad):
+            return _differentiate(func, args, kwargs)
         name = getattr(func, "__name__", str(func))
         # A constructor inside zero.Init may do anything with what is the context's own.
         if Init.entered and any(p._zero.placed()[0].key == INIT_KEY for p in parameters_in((args, kwargs))):
@@ -189,7 +191,9 @@ class PartitionedParameter(ZeroParameter):
         first = args[0] if args else kwargs.get("tensor")
         with gather_on_use(parameters_in((args, kwargs)), name, first):
             # Parameters have become whole where they are; what was detached from them earlier is replaced.
-            args, kwargs = pytree.tree_map_only(PartitionedParameter, _whole_of_alias, (args, kwargs))
+            whole = lambda alias: alias._zero.placed()[0].value(alias)
+            with hide_from_checkpointing():
+                args, kwargs = pytree.tree_map_only(PartitionedParameter, whole, (args, kwargs))
             return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -308,9 +312,17 @@ def _buckets_of(params: Iterable[ZeroParameter]) -> list[PartitionedBucket]:
     return sorted({param._zero.placed()[0] for param in params}, key=attrgetter("number"))
 
 
-def _whole_of_alias(alias: PartitionedParameter) -> Tensor:
-    with hide_from_checkpointing():
-        return alias._zero.placed()[0].value(alias)
+def _differentiate(func: Any, args: Any, kwargs: Any) -> Any:
+    """``backward(inputs=…)`` and ``autograd.grad``: they name parameters, and read only where gradients arrive."""
+    zeros = kwargs.pop("materialize_grads", False)  # torch makes them of tensors, and would be given edges
+    with torch._C.DisableTorchFunctionSubclass():  # not around the pass, whose own uses are to be noticed
+        edge_of = torch.autograd.graph.get_gradient_edge
+        edges, kwargs = pytree.tree_map_only(PartitionedParameter, edge_of, (args, kwargs))
+    grads = func(*edges, **kwargs)
+    if not zeros:
+        return grads
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(torch.zeros_like(p) if g is None else g for g, p in zip(grads, args[1], strict=True))
 
 
 def _detached(param: PartitionedParameter, func: Any) -> PartitionedParameter:
@@ -455,8 +467,7 @@ class Init:
 
     def _wrap(self, cls: type[nn.Module]) -> None:
         """Let the class's constructor end with a partitioning, if it has one of its own."""
-        original = cls.__dict__.get("__init__")
-        if original is None or cls.__module__.startswith("torch.jit"):
+        if (original := cls.__dict__.get("__init__")) is None or cls.__module__.startswith("torch.jit"):
             return
 
         @functools.wraps(original)
