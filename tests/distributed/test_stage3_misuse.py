@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import deepzero
@@ -17,7 +18,7 @@ from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD
 from deepzero.runtime.zero.partition_parameters import ZeroParameter
 from deepzero.zero import GatheredParameters, PartitionedUseError
 from tests.distributed.pool import on_ranks
-from tests.distributed.test_stage3_models import Base, Moe, batch, make
+from tests.distributed.test_stage3_models import Base, Moe, Unused, batch, make
 from tests.distributed.training import WHOLE, config, same_in_stages_2_and_3, start, step_on
 
 
@@ -123,8 +124,7 @@ def test_a_write_on_one_rank_is_refused_on_all_and_leaves_nothing_behind(rank, w
 @on_ranks()
 def test_a_step_that_breaks_off_at_the_boundary_is_begun_again(rank, world):
     engine = engine_of()
-    disagrees = RankMismatchError("other collectives")
-    broken = [("engine.agree", disagrees), ("engine._prepare_step", ValueError("sums"))]
+    broken = [("engine.agree", RankMismatchError("other collectives")), ("engine._prepare_step", ValueError("sums"))]
     for place, error in broken:
         with mock.patch(f"deepzero.runtime.{place}", side_effect=error), pytest.raises(type(error)):
             step(engine, rank, 1)
@@ -338,9 +338,53 @@ def a_shorter_step(rank, world):
     assert all(sent[kind]["predicted"]["calls"] == sent[kind]["measured"]["calls"] for kind in (FORWARD, BACKWARD))
 
 
+class Recomputed(Unused):
+    def forward(self, x):
+        block = lambda x: F.linear(F.linear(x, self.first.weight), self.second.weight)
+        return super().forward(checkpoint(block, x, use_reentrant=False))
+
+
+def named_for_their_gradients(rank, world):
+    """Parameters tell autograd where gradients arrive; uses of values in a block that runs again are noticed."""
+
+    def named_step(engine, number):
+        module, x = engine.module, batch(number, rank)
+        named = [module.first.weight, module.norm.bias]
+        grads = torch.autograd.grad(engine(x), [*named, module.idle.weight], materialize_grads=True)
+        engine(x).backward(inputs=named)
+        engine.step()
+        return [grad.tolist() for grad in grads], engine.last_step.grad_norm
+
+    same_in_stages_2_and_3(lambda stage: Recomputed(), named_step)
+
+
+def evaluated_within(rank, world):
+    """Evaluations between micro-batches and inside of them, in every other step: the plan of training stays."""
+
+    def evaluated_step(odd, engine, number):
+        @torch.no_grad()
+        def evaluate():
+            for _ in range(2 * (number % 2 == odd)):
+                engine(batch(99, rank))
+
+        for micro_batch in (batch(number, rank), batch(number + 10, rank)):
+            evaluate()
+            loss = engine(micro_batch)
+            evaluate()
+            engine.backward(loss)
+            engine.step()
+        return engine.last_step.loss, engine.last_step.grad_norm
+
+    for odd in (0, 1):
+        for size in (700, 10**6):
+            how = {"bucket": size, "gradient_accumulation_steps": 2}
+            same_in_stages_2_and_3(lambda stage: make("outside"), partial(evaluated_step, odd), 4, **how)
+
+
 CASES = [neighbours, through_data, load_on_the_way, gather_between, inference, two_engines, sparse, checkpointed_engine]
 CASES += [beside_an_open_init, mixed_meta, broken_off, stopped_by_ctrl_c]
 CASES += [broken_off_when_gathered, gradient_of_the_input, hooks_without_a_name, a_shorter_step]
+CASES += [named_for_their_gradients, evaluated_within]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

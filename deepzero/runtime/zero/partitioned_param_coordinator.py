@@ -11,8 +11,8 @@ tells whether the next one will use it too: that is known when the next use come
 ``release_sub_module``. Nothing is fetched in between, so the most that is ever gathered is the same. And a backward
 pass has no such end: it asks for weights one by one.
 
-Evaluation has a trace of its own, kept apart by autograd's grad mode: a validation between steps does not disturb the
-plan of training. When a use comes that the plan does not expect, the plan is dropped with one line, and recorded again.
+Evaluation has a trace of its own, kept apart by autograd's grad mode: a validation, within a step too, does not disturb
+the plan of training. When a use comes that a plan does not expect, it is dropped with one line, and recorded again.
 
 Sources: ``PartitionedParameterCoordinator``, ``fetch_sub_module``, ``release_sub_module``, ``InflightParamRegistry`` in
 ``partitioned_param_coordinator.py`` of [DeepSpeed]; [stage-3 guide], "Code Flow for Forward Pass".
@@ -64,10 +64,13 @@ class ModuleTrace:
         self.position = -1
         # Keys that an evaluation in between has released, until the plan does: their second gather is counted apart.
         self.evicted: set[int] = set()
+        self.interrupted: frozenset[int] = frozenset()  # keys of the use that an evaluation has interrupted
         self.dropped = 0
 
     def advance(self, use: ModuleUse) -> ModuleUse | None:
         """The next use. Returns the plan's, which says what happens at it; None while recording."""
+        if self.interrupted and self.interrupted.issuperset(use.keys) and not use.on_demand:
+            return NOTHING_PLANNED  # it goes on: without the evaluation there would have been no new use
         following = self.position + 1
         if self.plan is not None:
             # A use on demand is noticed only where the bucket is not there: this time it may be missing.
@@ -117,13 +120,13 @@ class ModuleTrace:
                 self._recorded, self.bucket_numels, limits.stage3_prefetch_bucket_size,
                 limits.stage3_max_reuse_distance, limits.stage3_max_live_parameters,
             )  # fmt: skip
-        self.position = -1
+        self.position, self.interrupted = -1, frozenset()
         return self.plan is not before
 
     def reset(self) -> None:
         """Begin again at the first use, after a pass that broke off. What was recorded of it is dropped."""
         self._recorded = []
-        self.position = -1
+        self.position, self.interrupted = -1, frozenset()
 
 
 class PartitionedParameterCoordinator:
@@ -178,14 +181,12 @@ class PartitionedParameterCoordinator:
                 self._blocks_recomputed += 1
                 self._recomputing = self._blocks_recomputed
                 # Its first module is a use of its own, also of what is here: autograd keeps views from there on.
-                self.current = frozenset()
+                self.current = self.training.interrupted = frozenset()
         elif torch.is_grad_enabled():
             self._switch(self.training)
         else:
             if self.training.position < 0:  # what is here was fetched ahead for training, which gathers it anew
                 self.release_all()
-            elif self._trace is self.training:
-                self.training.evicted.update(self.live)
             self._switch(self.evaluation)
             self._trace.reset()
 
@@ -200,9 +201,12 @@ class PartitionedParameterCoordinator:
                 self._plans_changed()
             if self.training.position < 0:
                 self.pool.end_step()
+            self._switch(self.training)  # a backward pass that comes next tells nobody that it begins
 
     def _switch(self, trace: ModuleTrace) -> None:
         if trace is not self._trace:
+            self._trace.interrupted = self.current or self._trace.interrupted
+            self._trace.evicted.update(self.live)
             self._trace, self.current = trace, frozenset()
 
     @outliving_pass()  # once, around all that happens to buckets
@@ -217,15 +221,15 @@ class PartitionedParameterCoordinator:
             on_demand: noticed only because the bucket was not there; it need not be noticed every time.
             show_params: they are used themselves, and not only views of the buckets.
         """
-        if on_demand:
-            # The module's own buckets stay gathered, too. ``current`` stays as it is: the module's next use is
-            # compared with its own buckets.
-            keys = tuple(sorted(self.current.union(keys)))
-        elif self.current.issuperset(keys):
+        if not on_demand and self.current.issuperset(keys):
             # The same buckets as the module before: no new use.
             for key in keys if show_params else ():
                 self.buckets[key].show()
             return
+        if on_demand or self._trace.interrupted.issuperset(keys):
+            # The module's own buckets stay gathered, too. ``current`` stays as it is: the module's next use is
+            # compared with its own buckets.
+            keys = tuple(sorted(self.current.union(self._trace.interrupted, keys)))
         use, planned = self._note_use(keys, where, on_demand)
         ahead = self.adopt_ahead(use) if self._trace is self.training else ()
         # Release before fetching: the buffers that become free are those that the fetch takes.
@@ -249,6 +253,7 @@ class PartitionedParameterCoordinator:
             self.count_live(key, where)
         if not on_demand:
             self.current = frozenset(keys)
+            self._trace.interrupted = frozenset()
         # All is launched before anything is waited for: while this rank waits, and then computes, the next ones travel.
         with self.comm.ranges.standing_at(where):
             for key in keys:
@@ -266,9 +271,6 @@ class PartitionedParameterCoordinator:
         """The record of a use that begins, and what is planned for it; None: nothing, as the order is recorded."""
         backward = in_backward()
         self.comm.trail.position = f"{'backward' if backward else 'forward'} of {where}"
-        if backward and self._trace is self.evaluation:
-            # An evaluation between a forward pass and its backward pass has ended.
-            self._switch(self.training)
         use = ModuleUse(keys, backward, where, on_demand, self._recomputing)
         planned = self._trace.advance(use)
         if not self.pool.uses:
