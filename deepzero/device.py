@@ -246,8 +246,7 @@ class MemoryHistory:
 
         False: nothing was started, since the program records already or torch has no history for this device.
         """
-        known = getattr(torch._C, f"_{self._its.kind}_isHistoryEnabled", None)
-        if known is None or known():
+        if (known := getattr(torch._C, f"_{self._its.kind}_isHistoryEnabled", None)) is None or known():
             return False
         # Frames of C++ cost far more than those of Python.
         context = "all" if stacks else "state"

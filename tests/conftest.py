@@ -25,8 +25,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Gloo ranks that live as long as the session: ``ranks.run(fn, *args, world_size=2)``. See the module ``pool``."""
-    filters = [parse_warning_filter(line, escape=False) for line in request.config.getini("filterwarnings")]
-    pool = RankPool(filters)
+    pool = RankPool([parse_warning_filter(line, escape=False) for line in request.config.getini("filterwarnings")])
     yield pool
     pool.close()
 

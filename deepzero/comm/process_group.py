@@ -68,8 +68,7 @@ def _told_local_rank() -> tuple[str, int | None]:
         # A word about another rank was inherited: ranks that a script in a Slurm job starts all have the script's.
         told_us = (n for n, rank in _LOCAL_RANKS.items() if n in os.environ and me in (None, os.environ.get(rank)))
         name = next(told_us, name)
-    told = os.environ.get(name)
-    if told is not None and not told.isdecimal():
+    if (told := os.environ.get(name)) is not None and not told.isdecimal():
         raise ConfigError(f"{name}={told!r} is not a rank's number on its machine: 0, 1, …; {_sees()}")
     return name, None if told is None else int(told)
 

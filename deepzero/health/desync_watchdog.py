@@ -108,8 +108,7 @@ def verdict(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world
     first, *others = sorted(states)
     for sequence, mine in sorted(states[first].recent.items()):
         for rank in others:
-            theirs = states[rank].recent.get(sequence)
-            if theirs is not None and theirs.fingerprint != mine.fingerprint:
+            if (theirs := states[rank].recent.get(sequence)) is not None and theirs.fingerprint != mine.fingerprint:
                 what = f"rank {first} launched {mine.text()}; rank {rank} launched {theirs.text()}"
                 return "\n".join([*lines, f"  the first difference: {what}", _ADVICE])
     return "\n".join([*lines, _ADVICE])

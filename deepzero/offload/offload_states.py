@@ -261,8 +261,7 @@ class StateOffloader:
         """Raise when ``call`` needs what is away."""
         if call != "forward":  # a forward pass begins while copies arrive: the stream waits for them, the host does not
             self._close_reloaded()
-        missing = [name for name in NEEDS.get(call, STATES) if name in self.away]
-        if missing:
+        if missing := [name for name in NEEDS.get(call, STATES) if name in self.away]:
             raise StatesOffloadedError(f"{call}: {', '.join(missing)} are away, {ADVICE}")
 
     # ---- 1: at rest --------------------------------------------------------------------------------------------------

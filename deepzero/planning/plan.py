@@ -75,8 +75,7 @@ def text(rehearsal: DryRunResult, moves: int | None = None) -> str:
     ]
     found = memory(rehearsal)
     for side, total in (("device", "all of these"), ("host", "in host memory"), ("file", "in files")):
-        held = {name: size for name, size in found.items() if side_of(name) == side}
-        if held:
+        if held := {name: size for name, size in found.items() if side_of(name) == side}:
             lines += [f"  {name:<32}{short_bytes(size):>14}" for name, size in held.items()]
             lines.append(f"  {total:<32}{short_bytes(sum(held.values())):>14}")
     lines += ["", f"{'sent by one rank in one step':<34}{'calls':>8}{'bytes':>14}{'between nodes':>16}"]

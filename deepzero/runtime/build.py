@@ -249,8 +249,7 @@ def choose_parameters(
 ) -> list[list[nn.Parameter]]:
     """The trainable parameters of each optimizer group, in the order in which their gradients are expected."""
     seen = check_params(names, optimizer)
-    left_out = [name for param, name in names.items() if param.requires_grad and param not in seen]
-    if left_out:
+    if left_out := [name for param, name in names.items() if param.requires_grad and param not in seen]:
         log.warning(
             "%d trainable parameters are in no optimizer group and will not change: %s …", len(left_out), left_out[0]
         )

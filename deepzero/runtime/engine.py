@@ -463,7 +463,6 @@ def _check_finite(engine: Engine, agreement: StepAgreement) -> None:
 
 def _check_loss(call: str, loss: Any) -> None:
     """Refuse what no backward pass can begin at: a model's whole output, say, in place of the loss in it."""
-    is_tensor = isinstance(loss, torch.Tensor)
-    if not is_tensor or loss.numel() != 1 or not loss.requires_grad:
+    if not (is_tensor := isinstance(loss, torch.Tensor)) or loss.numel() != 1 or not loss.requires_grad:
         got = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if is_tensor else type(loss).__name__
         raise ValueError(f"engine.{call} needs a scalar loss that requires grad, got {got}")

@@ -182,8 +182,7 @@ def at_its_start(run: RunConfig, run_dir: Path, world_size: int) -> RunConfig:
     Raises:
         ConfigError: there is nothing to begin with where the settings say.
     """
-    path = find_start(run.train.resume, run_dir, rank_process.restart_count() > 0)
-    if path is not None:
+    if (path := find_start(run.train.resume, run_dir, rank_process.restart_count() > 0)) is not None:
         manifest = manifest_of(path, run.train.steps)
         engine = keep_global_batch(run.engine, manifest, world_size)
         other = manifest.other_micro_batch(resolve_batch(engine, world_size).micro_batch)

@@ -41,8 +41,7 @@ def collectives(rank, world):
         ones, whole, mine = torch.full((world,), rank + 1.0), torch.empty(world), torch.empty(1)
         comm.all_gather_into_tensor(output_tensor=whole, tensor=torch.tensor([rank + 1.0]), log_name="mine")
         comm.reduce_scatter_tensor(output_tensor=mine, tensor=ones, op=comm.ReduceOp.MAX)
-        handle = comm.all_reduce(ones, async_op=True, debug="x")
-        handle.wait()
+        comm.all_reduce(ones, async_op=True, debug="x").wait()
         pair = comm.new_group([0, world - 1])
         objects = [None, None]
         if rank not in (0, world - 1):

@@ -87,8 +87,7 @@ def test_a_script_and_what_it_starts(tmp_path):
 
 
 def test_the_folder_alone():
-    environment = {"PYTHONPATH": f"{STAND_IN}{os.pathsep}{ROOT}"}
-    assert run("-c", FOUND, **environment).stderr == ""
+    assert run("-c", FOUND, PYTHONPATH=f"{STAND_IN}{os.pathsep}{ROOT}").stderr == ""
     assert run("-m", "deepzero.compat", "--path").stdout.strip() == str(STAND_IN)
 
 
@@ -130,5 +129,4 @@ def test_deepspeed_itself_comes_first_or_not_at_all(tmp_path):
     path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     late = run("-c", "import deepspeed\nfrom deepzero.compat import install\ninstall()", **path)
     assert late.returncode == 1 and "ImportError: deepspeed is imported already, from" in late.stderr
-    ours = run("-c", "from deepzero.compat import install\ninstall()\n" + FOUND, **path)
-    assert ours.stderr == ""
+    assert run("-c", "from deepzero.compat import install\ninstall()\n" + FOUND, **path).stderr == ""

@@ -52,5 +52,4 @@ def test_the_example(tmp_path):
              "--logging_steps", "1", "--per_device_train_batch_size", "4", "--bf16", "--save_steps", "2"]  # fmt: skip
     first = run_example("hf_trainer", words)
     assert len(first["train_losses"]) == 4 and first["eval_loss"] < first["train_losses"][0]
-    again = run_example("hf_trainer", [*words, "--resume_from_checkpoint", str(tmp_path / "checkpoint-2")])
-    assert again == first
+    assert run_example("hf_trainer", [*words, "--resume_from_checkpoint", str(tmp_path / "checkpoint-2")]) == first

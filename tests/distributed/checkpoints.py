@@ -87,7 +87,6 @@ def load_and_train(rank: int, world: int, folder: Path, stage: int, until: int, 
     engine = engine_for(world, stage, **changes)
     _, client_state = engine.load_checkpoint(folder)
     loaded = engine.params_sha256(), fingerprints(engine)
-    records = steps(engine, rank, world, until)
-    result = loaded, records, engine.params_sha256(), client_state
+    result = loaded, steps(engine, rank, world, until), engine.params_sha256(), client_state
     engine.destroy()
     return result

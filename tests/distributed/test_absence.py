@@ -90,8 +90,7 @@ def test_short_waits_and_slow_networks(capsys):
             ranks.run(0, 1)
             ranks.until(ranks.now + 1, capsys)
     assert ranks.until(ranks.now + 29, capsys) == []
-    both = Ranks(["a", "a"])
-    assert "which every rank has launched: its messages do not arrive" in both.until(40, capsys)[0][1]
+    assert "which every rank has launched: its messages do not arrive" in Ranks(["a", "a"]).until(40, capsys)[0][1]
 
 
 def left():

@@ -137,7 +137,6 @@ def bytes_of_a_load(rank, world, folder, stage):
 def test_four_ranks_read_a_checkpoint_once(ranks, tmp_path, stage, saved_by):
     """Over all ranks about once, whatever the layout it was saved in."""
     ranks.run(train_and_save, tmp_path, 2, 1, {"model": TinyModel(hidden=400)}, world_size=saved_by)
-    path = find(tmp_path, None)
-    stored = sum(info.bytes for info in read_manifest(path).files.values())
+    stored = sum(info.bytes for info in read_manifest(find(tmp_path, None)).files.values())
     read = sum(ranks.run(bytes_of_a_load, tmp_path, stage, world_size=4))
     assert stored <= read <= 1.1 * stored, read / stored

@@ -292,8 +292,7 @@ def test_compiled_models(rank, world, tmp_path):
         model = torch.compile(make_model(), backend="eager") if compiled else make_model()
         return engine_for(world, stage, model=model)
 
-    plain = engine_of(2, False)
-    expected = steps(plain, rank, world, 4)
+    expected = steps(engine_of(2, False), rank, world, 4)
     saved = None
     for until, stage, compiled in ((2, 2, True), (3, 3, False), (4, 2, True)):
         engine = engine_of(stage, compiled)
@@ -348,5 +347,4 @@ def test_what_is_not_of_this_run(rank, world, tmp_path, saving, loading, text):
     engine = build(saving, 2)
     engine.save_checkpoint(tmp_path)
     engine.destroy()
-    engine = build(loading, 2)
-    assert text in said(engine.load_checkpoint, tmp_path)
+    assert text in said(build(loading, 2).load_checkpoint, tmp_path)

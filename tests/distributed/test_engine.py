@@ -280,8 +280,7 @@ def test_two_backward_passes_before_a_step(rank, world, stage):
     first, second = (my_micro_batches(step, rank, world, 2, 1)[0] for step in (0, 1))
     engine.backward(engine(*first))
     step_on(engine, *second)
-    ours = engine.module.parameters()
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, expected, strict=True))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(engine.module.parameters(), expected, strict=True))
 
 
 @pytest.mark.parametrize("again", [False, True])

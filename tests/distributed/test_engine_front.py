@@ -474,8 +474,7 @@ def test_front_door(rank, world):
         assert engine.was_step_applied()
     assert engine.global_steps == len(loader) and engine.global_samples == 12
     assert model.weight.dtype == torch.bfloat16 and engine.get_lr()[0] > 0
-    everyone = process_group.all_gather_object(seen)
-    assert sorted(index for mine in everyone for index in mine) == list(range(12))
+    assert sorted(index for mine in process_group.all_gather_object(seen) for index in mine) == list(range(12))
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -485,8 +485,7 @@ def test_a_nan_loss_is_no_overflow_for_ever(rank, world, stage, scale):
 
 @on_ranks()
 def test_gradients_that_overflow_at_the_smallest_scale_raise(rank, world):
-    settings = {"initial_scale_power": 2, "hysteresis": 1}
-    engine = start(make_model(), stage=2, precision="fp16", fp16=settings)
+    engine = start(make_model(), stage=2, precision="fp16", fp16={"initial_scale_power": 2, "hysteresis": 1})
     engine.module.norm.weight.register_hook(lambda grad: grad * math.inf)
     with pytest.raises(RuntimeError, match="although the loss scale is at its minimum, 1, after 3 optimizer steps"):
         go(engine, rank, world, 0, 9)

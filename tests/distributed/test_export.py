@@ -366,8 +366,7 @@ def train_hf(rank, world, folder, kind):
     torch.manual_seed(0)
     engine, *_ = deepzero.initialize(model=Wrapped(kind), config=config(stage=3, precision="bf16"))
     for step in range(2):
-        ids = torch.randint(0, 101, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
-        step_on(engine, ids)
+        step_on(engine, torch.randint(0, 101, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank)))
     engine.save_checkpoint(folder)
     if rank == 0:
         engine.module.model.config.save_pretrained(folder / "hf")

@@ -75,8 +75,7 @@ def test_same_bits_and_counted_bytes(ranks, tmp_path, stage, world, name):
         cases += [settings(3, tmp_path, {}, chaos=seed, **more) for seed in (None, 5)]
         cases += [settings(3, tmp_path, {"buffer_count": 1}, ratio=0.5, chaos=6, **more)]
         cases += [settings(3, tmp_path, {"buffer_count": 2}, optimizer=False, chaos=7, **more)]
-    reports = check_cases(ranks, cases, world)
-    held = reports[1]["memory"]
+    held = check_cases(ranks, cases, world)[1]["memory"]
     assert held["host_buffers"]["measured"] > 0 and held["file_moments"]["measured"] > 0
     assert not any(held.get(f"host_{states}", {"measured": 0})["measured"] for states in ("masters", "moments"))
     assert list(tmp_path.iterdir()) == []
@@ -264,8 +263,7 @@ def test_two_runs_never_share_a_file_and_none_is_left(rank, world, tmp_path):
     engines = [built(settings(2, tmp_path, precision="bf16"), Wide) for _ in range(2)]
     losses = [go(engine, rank, world, step, step + 1) for step in range(3) for engine in engines]
     assert losses[::2] == losses[1::2] and list(tmp_path.iterdir()) == []
-    name = next(iter(engines[0].module.parameters()))
-    assert safe_get_full_fp32_param(name).isfinite().all()
+    assert safe_get_full_fp32_param(next(iter(engines[0].module.parameters()))).isfinite().all()
     for engine in engines:
         engine.destroy()
 

@@ -81,8 +81,7 @@ def tour_of(rank, world, model, given):
     with deepzero.zero.GatheredParameters([weight, norm], modifier_rank=0), torch.no_grad():
         weight.mul_(0.5)
         norm.add_(0.25)
-    master = safe_get_full_fp32_param(weight)
-    safe_set_full_fp32_param(weight, master.cpu() + 0.125)
+    safe_set_full_fp32_param(weight, safe_get_full_fp32_param(weight).cpu() + 0.125)
     safe_get_local_fp32_param(weight)
     safe_get_full_optimizer_state(weight, "exp_avg")
     for ids, labels in my_micro_batches(4, rank, world, 2, engine.batch.accumulation):

@@ -31,8 +31,7 @@ def test_stage_2_reduces_during_the_backward_pass(rank, world, overlap):
     # In the order of the layout, on every rank.
     assert [log[i][2] for i in launches] == [f"bucket {k}" for k in range(buckets)]
     # With two buffers, the second bucket leaves before the first has been waited for; with one, never.
-    first_wait = positions(log, "wait", REDUCE)[0]
-    assert (launches[1] < first_wait) is overlap
+    assert (launches[1] < positions(log, "wait", REDUCE)[0]) is overlap
     check_tail(log, end)
 
 

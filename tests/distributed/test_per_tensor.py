@@ -161,8 +161,7 @@ def test_torch_alone_has_the_same_bits(rank, world, stage):
         model.zero_grad()
         assert said.loss == loss.item()
         for name, param in model.named_parameters():
-            mine = safe_get_full_fp32_param(engine.module.get_parameter(name))
-            assert torch.equal(mine, param), (step, name)
+            assert torch.equal(safe_get_full_fp32_param(engine.module.get_parameter(name)), param), (step, name)
 
 
 def count_calls(rank, world, given, model, steps):
@@ -178,8 +177,7 @@ def count_calls(rank, world, given, model, steps):
     with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", counted):
         go(engine, rank, world, 0, steps)
     kept = sum("momentum_buffer" in state for state in engine.optimizer.state.values())
-    sha = engine.params_sha256()
-    return calls, kept, sha
+    return calls, kept, engine.params_sha256()
 
 
 def initialised_in_pieces():
@@ -295,8 +293,7 @@ def goes_on(rank, world, folder, given, save):
     else:
         engine.load_checkpoint(str(folder))
     found = states(engine)
-    losses = go(engine, rank, world, 2, 4)
-    return found, losses
+    return found, go(engine, rank, world, 2, 4)
 
 
 PLACES = list(itertools.product((0, 1, 2, 3), (1, 2, 3, 4)))

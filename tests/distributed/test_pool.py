@@ -104,8 +104,7 @@ def test_answers_in_rank_order(ranks, world_size):
 def test_ranks_are_reused_and_start_from_the_same_state(ranks, tmp_path):
     first = ranks.run(surroundings)
     ranks.run(leave_environment, str(tmp_path))
-    again = ranks.run(surroundings)
-    assert first == again
+    assert first == ranks.run(surroundings)
     assert len({answer["pid"] for answer in first}) == 2
     for rank, answer in enumerate(first):
         assert answer["threads"] == 1

@@ -164,5 +164,4 @@ def test_a_broadcast_is_one_collective(rank, world_size):
     before, waiting = trail.sequence, []
     with mock.patch.object(dist, "broadcast", lambda *_, **__: waiting.append(trail.waiting.kind)):
         comm.broadcast("setup.broadcast", torch.zeros(3))
-    kinds = [launch.kind for launch in trail.recent if launch.sequence > before]
-    assert kinds == waiting == ["setup.broadcast"]
+    assert [launch.kind for launch in trail.recent if launch.sequence > before] == waiting == ["setup.broadcast"]

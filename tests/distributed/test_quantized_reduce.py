@@ -159,8 +159,7 @@ def test_the_plain_definition(ranks, world, sizes):
     ]
     found = ranks.run(on_ranks, cases, world_size=world)
     for number, (per_node, form, dtype, _, _, feedback) in enumerate(cases):
-        nodes = Nodes(world, per_node)
-        check([rank[number] for rank in found], nodes, layout_of(world), form, dtype, 2, feedback)
+        check([rank[number] for rank in found], Nodes(world, per_node), layout_of(world), form, dtype, 2, feedback)
 
 
 def large(rank, world, form):
@@ -204,8 +203,7 @@ def sum_of(parts):
 def constant(rank, world, per_node, feedback, steps):
     """The mean sum of gradients that never change: one of 7 in each block, the others 0.3 of a step."""
     layout, form = plan_layout([512], world, 512), Format(4, 64)
-    comm = communicator(Nodes(world, per_node))
-    reducer = reducer_over(comm, layout, form, torch.float32, 2, feedback)
+    reducer = reducer_over(communicator(Nodes(world, per_node)), layout, form, torch.float32, 2, feedback)
     (output,), grad = outputs_of(layout), torch.full((512,), 0.3)
     grad[::64] = 7
     for step in range(steps):

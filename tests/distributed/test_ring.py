@@ -210,9 +210,7 @@ def test_the_story_of_one_rank():
 
 
 def test_the_example_says_when_a_claim_fails():
-    tensors = [worked_example.gradients(rank) for rank in range(4)]
-    hops = ring.simulate(tensors)
-    good = list(worked_example.check(hops, [AVERAGE] * 4, AVERAGE, 8))
-    assert all(line.startswith("OK") for line in good)
+    hops = ring.simulate([worked_example.gradients(rank) for rank in range(4)])
+    assert all(line.startswith("OK") for line in worked_example.check(hops, [AVERAGE] * 4, AVERAGE, 8))
     wrong = list(worked_example.check(hops[1:], [AVERAGE] * 3 + [[0.0] * 8], [0.0] * 8, 8))
     assert [line.startswith("FAILED") for line in wrong] == [True, False, True, True, False, True]

@@ -362,6 +362,5 @@ def test_loading_saving_and_destroying(rank, world):
                 refused()
         assert all(type(p) is nn.Parameter for p in engine.module.parameters())
         assert not any(m._forward_pre_hooks for m in engine.module.modules())
-        again = start(engine.module, stage=3, bucket=200, zero=WHOLE, precision="bf16")
-        assert again.params_sha256() == hashes[-1]
+        assert start(engine.module, stage=3, bucket=200, zero=WHOLE, precision="bf16").params_sha256() == hashes[-1]
     assert hashes[0] == hashes[1]

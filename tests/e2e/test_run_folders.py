@@ -140,8 +140,7 @@ def test_all_are_kept_where_nothing_is_said_to_go(tiny, tmp_path):
 
 @pytest.mark.exhaustive
 def test_weights_only(used, tiny, tmp_path):
-    weights = f"train.init_from={used / 'run' / 'checkpoints'}"
-    done = runs.train(*tiny, *SHORT, weights, cwd=tmp_path)
+    done = runs.train(*tiny, *SHORT, f"train.init_from={used / 'run' / 'checkpoints'}", cwd=tmp_path)
     assert (done.status, done.err) == (0, "")
     assert "going on" not in done.out
     steps, _ = runs.entries(tmp_path / "run")
@@ -183,8 +182,7 @@ def test_what_is_refused_leaves_no_folder(tiny, tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_part_of_a_sweep_that_is_refused(tiny, tmp_path):
-    done = runs.train("-m", *tiny, *SHORT[:-1], "zero.stage=7,1", "hydra.sweep.dir=a", cwd=tmp_path)
-    assert done.status == 2
+    assert runs.train("-m", *tiny, *SHORT[:-1], "zero.stage=7,1", "hydra.sweep.dir=a", cwd=tmp_path).status == 2
     assert sorted(path.name for path in tmp_path.glob("*/*")) == ["1", "multirun.yaml"]
 
 

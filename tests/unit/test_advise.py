@@ -37,8 +37,7 @@ def plain(stage, micro_batch, accumulation=1):
 @pytest.fixture(scope="module")
 def advice():
     """Everything but checkpointing and the micro-batch is open."""
-    words = (*TINY, "model.activation_checkpointing=false", "train_micro_batch_size_per_gpu=2")
-    return Search(ask(*words)).run()
+    return Search(ask(*TINY, "model.activation_checkpointing=false", "train_micro_batch_size_per_gpu=2")).run()
 
 
 def test_all_stages_and_offloads_are_ranked(advice):
@@ -125,8 +124,7 @@ def test_the_largest_micro_batch_that_fits():
     """Memory for some sequences; what is chosen fits, and the estimate of twice as many does not."""
     given = ("offload=none", "zero.stage=2", "model.activation_checkpointing=false")
     search = Search(ask(*TINY, *given, memory=8e6, rehearsals=4))
-    found = search.run()
-    best = found.options[0]
+    best = search.run().options[0]
     assert best.setting.micro_batch > 1 and best.simulated.device_bytes <= 0.9 * 8e6
     more = search.estimator(dataclasses.replace(best.setting, micro_batch=4 * best.setting.micro_batch))
     assert more.device_bytes > 0.9 * 8e6
@@ -154,8 +152,7 @@ def test_nodes_bring_hpz_and_lossy_brings_the_rest():
     everything = many.variants(best, 1 << 20, 1 << 16)
     assert [extra[0] for extra in everything[2:]] == ["zeropp=qwz", "zeropp=qgz", "zeropp=all"]
     for extra in everything:
-        run = compose([*TINY, "zero.stage=3", *extra])
-        assert run.engine.zero.secondary_size in (1, 4)
+        assert compose([*TINY, "zero.stage=3", *extra]).engine.zero.secondary_size in (1, 4)
     assert few.variants(plain(2, 1), 1 << 20, 1 << 16) == []
 
 

@@ -49,8 +49,7 @@ def threads():
 
 
 def forget_compiled(monkeypatch):
-    fresh = functools.cache(adam_kernels.compiled.__wrapped__)
-    monkeypatch.setattr(adam_kernels, "compiled", fresh)
+    monkeypatch.setattr(adam_kernels, "compiled", functools.cache(adam_kernels.compiled.__wrapped__))
 
 
 def randn(*shape, seed=0):
@@ -203,8 +202,7 @@ def cut(one, lo, hi):
 
 
 def equal(one, other, part):
-    pairs = zip(one, other, strict=True)
-    return all(torch.equal(a, b[part]) for a, b in pairs if a is not None and b is not None)
+    return all(torch.equal(a, b[part]) for a, b in zip(one, other, strict=True) if a is not None and b is not None)
 
 
 def wild_gradients(n, steps, kind):

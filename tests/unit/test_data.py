@@ -224,8 +224,7 @@ def test_windows(tmp_path):
     assert [len(TokenSequences(np.arange(n), 8)) for n in (9, 16, 17)] == [1, 1, 2]
     assert TokenSequences(np.arange(41), 8).batch(np.array([4, 0, 4]))[0][:, 0].tolist() == [32, 0, 32]
     np.arange(1000, dtype="<u2").tofile(tmp_path / "x.bin")
-    tokens = np.memmap(tmp_path / "x.bin", dtype="<u2", mode="r")
-    inputs, targets = TokenSequences(tokens, 10).batch(np.array([98]))
+    inputs, targets = TokenSequences(np.memmap(tmp_path / "x.bin", dtype="<u2", mode="r"), 10).batch(np.array([98]))
     assert inputs[0].tolist() == list(range(980, 990)) and targets[0, -1] == 990
     inputs += 1  # a copy: the file is read-only
 

@@ -20,8 +20,7 @@ def public(kind):
 
 
 def test_no_other_file_asks_for_cuda():
-    package = Path(device.__file__).parent
-    files = [path for path in package.rglob("*.py") if path != Path(device.__file__)]
+    files = [path for path in Path(device.__file__).parent.rglob("*.py") if path != Path(device.__file__)]
     found = [path for path in files if re.search(r"\btorch\s*\.\s*(cuda|xpu|accelerator)\b", path.read_text("utf-8"))]
     assert found == []
 

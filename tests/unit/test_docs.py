@@ -144,8 +144,7 @@ def test_json_names_are_read():
     """The default is taken, a bad value is refused, and neither as an unknown key."""
     names = {key: name for key, (name, _) in documented().items() if name}
     defaults = {name: values[0] for name, values in documented().values() if name}
-    engine = set(settings_of(EngineConfig()))
-    assert engine - set(names) == {"precision.dtype"}
+    assert set(settings_of(EngineConfig())) - set(names) == {"precision.dtype"}
     for name, default in defaults.items():
         load_engine_config({"train_batch_size": 4, **nested(name, default)})
         with pytest.raises(ConfigError) as error:

@@ -33,8 +33,7 @@ def test_a_note(agent, monkeypatch):
     remember("run_dir", "out/é")
     remember("run_dir", "out/è")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    later = agent / "attempt_2" / "1" / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(later))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(agent / "attempt_2" / "1" / "error.json"))
     assert recall("run_dir") == "out/è"
     remember("run_dir", "from another rank")
     assert recall("run_dir") == "out/è"

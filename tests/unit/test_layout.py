@@ -58,8 +58,7 @@ def test_no_aligned_block_of_a_parameter_is_split(sizes, world, limit):
 
 def test_shards_are_the_same_pieces_in_every_rank_order():
     """One bucket is the classic picture: rank r owns the r-th W-th of the whole (get_data_parallel_partitions)."""
-    layout = plan_layout([1000, 24], world_size=4, bucket_limit=1 << 30)
-    (bucket,) = layout.buckets
+    (bucket,) = plan_layout([1000, 24], world_size=4, bucket_limit=1 << 30).buckets
     assert [bucket.part_start(r) for r in range(4)] == [0, 320, 640, 960]
 
 

@@ -330,8 +330,7 @@ def test_schedules_from_the_command_line(kind):
     name, value = expected.get(kind, ("warmup_num_steps", 1000))
     assert problem is None and getattr(scheduler.curve, name) == value == config["params"][name]
     assert getattr(scheduler.curve, "cycle_momentum", True), "betas move also without --cycle_momentum"
-    highest = {"OneCycle": 0.1, "WarmupCosineLR": None}.get(kind, 0.001)
-    assert lr_schedules.get_lr_from_config(config)[0] == highest
+    assert lr_schedules.get_lr_from_config(config)[0] == {"OneCycle": 0.1, "WarmupCosineLR": None}.get(kind, 0.001)
     assert lr_schedules.get_config_from_args(argparse.Namespace(lr_schedule="none"))[0] is None
     assert [lr_schedules.LR_RANGE_TEST, lr_schedules.WARMUP_NUM_STEPS] == ["LRRangeTest", "warmup_num_steps"]
 

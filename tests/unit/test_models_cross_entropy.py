@@ -29,8 +29,7 @@ def test_equal_to_naive_for_any_chunk(dtype, chunk_numel, monkeypatch):
     assert loss.dtype == naive_loss.dtype and grad.dtype == dtype
     torch.testing.assert_close(loss, naive_loss, rtol=1e-6, atol=1e-6)
     # fp32 arithmetic in both; a 16-bit gradient may round to the neighbour.
-    tolerance = max(torch.finfo(dtype).eps, 1e-6)
-    torch.testing.assert_close(grad, naive_grad, rtol=tolerance, atol=1e-7)
+    torch.testing.assert_close(grad, naive_grad, rtol=max(torch.finfo(dtype).eps, 1e-6), atol=1e-7)
 
 
 def test_large_logits_do_not_overflow():

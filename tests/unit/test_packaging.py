@@ -41,8 +41,7 @@ def test_every_import_is_declared():
     used = {name.split(".")[0]: source.path for source in sources for name in source.imports()}
     foreign = {name: place for name, place in used.items() if name not in {*sys.stdlib_module_names, "deepzero"}}
     assert {"torch", "numpy", "hydra"} <= set(foreign)
-    missing = {name: place for name, place in foreign.items() if DISTRIBUTION.get(name, name) not in declared}
-    assert missing == {}
+    assert {name: place for name, place in foreign.items() if DISTRIBUTION.get(name, name) not in declared} == {}
 
 
 def test_every_folder_is_packaged():

@@ -118,8 +118,7 @@ def test_the_same_launches_of_another_size():
 
 def test_what_is_launched_more_than_the_others_do():
     usual, longer = dry_run(program(), WORLD, 0), dry_run(program(gradient_accumulation_steps=2), WORLD, 1)
-    differences = compare([usual, dry_run(program(), WORLD, 2), longer])
-    assert [d.rank for d in differences] == [1]
+    assert [d.rank for d in compare([usual, dry_run(program(), WORLD, 2), longer])] == [1]
 
 
 @pytest.mark.parametrize(("act", "said"), [

@@ -30,8 +30,7 @@ def test_a_name_is_read_back(bucket, place, note):
 
 
 def test_odd_names():
-    label = Label.parse(Label("fetch", 1, "head (tied weight)").text())
-    assert label == Label("fetch", 1, "head [tied weight]")
+    assert Label.parse(Label("fetch", 1, "head (tied weight)").text()) == Label("fetch", 1, "head [tied weight]")
     for name in ("", "aten::mm", "zero.", "zero.unknown bucket 1", "azero.fetch", "zero.fetch(x)"):
         assert Label.parse(name) is None  # not ours
 

@@ -353,6 +353,5 @@ def test_the_tool_shows_the_runs_among_other_folders(tmp_path, capsys):
 def test_the_tool_refuses_what_is_no_run(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     assert "no run, neither metrics.jsonl nor summary.json is there" in capsys.readouterr().err
-    run_dir = made.folder(tmp_path / "run")
-    assert main([str(run_dir), "--out", str(tmp_path / "nowhere" / "x.html")]) == 1
+    assert main([str(made.folder(tmp_path / "run")), "--out", str(tmp_path / "nowhere" / "x.html")]) == 1
     assert "choose another place with --out" in capsys.readouterr().err

@@ -44,8 +44,7 @@ def words(points):
 
 
 def test_each_event_with_what_is_held_after_it():
-    bench = Bench()
-    points = bench.record("gradient_ready", ("launch", 30), ("wait", 0))
+    points = Bench().record("gradient_ready", ("launch", 30), ("wait", 0))
     assert words(points) == ["begin", "gradient_ready", "launch", "wait", "end"]
     assert [point.number for point in points] == [0, 1, 2, 3, 4]
     assert [round(point.seconds, 6) for point in points] == [0, 0.01, 0.02, 0.03, 0.03]
@@ -133,8 +132,7 @@ def test_a_limit_below_what_must_stay():
 def test_padding_is_told_apart_at_a_landmark():
     bench = Bench()
     bench.ledger.watch("gathered", lambda: [torch.zeros(10)], padding_bytes=12)
-    points = bench.record("launch")
-    assert [point.held for point in points] == [bench.ledger.held_now()] * 3
+    assert [point.held for point in bench.record("launch")] == [bench.ledger.held_now()] * 3
     assert bench.ledger.held_now()["padding"] == 4 + 12
 
 

@@ -33,8 +33,7 @@ def test_a_thread_has_its_starter_s_device(chosen):
     seen = []
 
     def look(what):
-        thread = threading.current_thread()
-        seen.append((what, torch.accelerator.current_device_index(), thread.daemon))
+        seen.append((what, torch.accelerator.current_device_index(), threading.current_thread().daemon))
 
     start_thread(look, "deepzero-test", "first").join()
     start_thread(look, "deepzero-test", "second", daemon=False).join()

@@ -111,8 +111,7 @@ def _memory(run: Run) -> Limit | None:
 
 
 def _skipped_steps(run: Run) -> Limit | None:
-    skipped = [entry["step"] for entry in run.steps if entry.get("skipped") is True]
-    if not skipped:
+    if not (skipped := [entry["step"] for entry in run.steps if entry.get("skipped") is True]):
         return None
     text = f"{len(skipped)} of {len(run.steps)} steps were skipped, as gradients overflowed in fp16; the last was step "
     advice = "A few at the beginning are how the loss scale is found. precision=bf16 has none."

@@ -150,10 +150,8 @@ def _is_far(
     passed: set[int] = set()
     distance = 0
     for use in between:
-        for other in use.keys:
-            if other not in passed:
-                passed.add(other)
-                distance += numel[other]
+        distance += sum(numel[other] for other in use.keys if other not in passed)
+        passed.update(use.keys)
         if distance > reuse_numel:
             return True
     return False

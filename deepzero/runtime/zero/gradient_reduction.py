@@ -38,7 +38,6 @@ from deepzero.utils.dispatch import outliving_pass
 
 log = logging.getLogger(__name__)
 
-
 BucketRef = tuple[int, Bucket]
 """One bucket in the order of reduction: the number of its group, and the bucket of that group's layout."""
 
@@ -160,8 +159,7 @@ class UnreducedGradients:
         targets, gradients = list[torch.Tensor](), list[torch.Tensor]()
         for slot, target in zip(bucket.slots, views, strict=True):
             key = id(group.params[slot.index])
-            grad = self._waiting.pop(key, None)
-            if grad is None:
+            if (grad := self._waiting.pop(key, None)) is None:
                 grad = self._second.pop(key, None)
             if grad is not None:
                 targets.append(target)

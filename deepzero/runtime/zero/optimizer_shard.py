@@ -32,7 +32,6 @@ from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 
 # ---- 5 step ----------------------------------------------------------------------------------------------------------
 
-
 GradOutput = tuple[torch.Tensor, AroundSum]
 """Where a bucket's sum is written, and the context of the writing: what is added to may come from elsewhere, where the
 sum then goes."""
@@ -203,8 +202,7 @@ class OptimizerShard:
         try:
             self._stepping = True
             if self._one_pass is not None:
-                grads = [self.grads[master] for master in masters]
-                self._one_pass(grads=grads, out=outs, scale=divisor, only=masters)
+                self._one_pass(grads=[self.grads[m] for m in masters], out=outs, scale=divisor, only=masters)
             else:
                 self._unscale_and_step(masters, divisor)
                 for master, out in zip(masters, outs, strict=True) if outs is not None else ():

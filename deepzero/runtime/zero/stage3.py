@@ -176,8 +176,7 @@ class PartitionedParamGroup(ParamGroup):
     def _take_values(self, index: int) -> torch.Tensor:
         """1-D and whole: rank 0's values, or what ``zero.Init`` has partitioned. A placeholder is left."""
         param = as_zero_parameter(self.params[index], self.names[index])
-        bucket = param._zero.bucket
-        if bucket is None:
+        if (bucket := param._zero.bucket) is None:
             values = take_values(param, self.comm)
         else:
             _all_gather_params([bucket], SETUP)
@@ -255,8 +254,7 @@ class PartitionedParamGroup(ParamGroup):
     @torch.no_grad()
     def cast_masters(self, bucket: PartitionedBucket) -> None:
         """6: cast the masters of a bucket on which the device steps into its shard. Nothing is sent."""
-        masters = self.separate_masters(*self.part_of(bucket.layout))
-        if masters is not None:
+        if (masters := self.separate_masters(*self.part_of(bucket.layout))) is not None:
             bucket.shard.copy_(masters)
         # In fp32 the optimizer has written the shard itself. Either way graphs of older values end here.
         bucket.mark_updated(None)
@@ -363,8 +361,7 @@ class ZeroStage3(ZeroStage1And2):
 
         Persistent parameters go to the other ranks while the CPU steps on the next bucket.
         """
-        found = self._bucket_of(group, bucket)
-        if found is None:
+        if (found := self._bucket_of(group, bucket)) is None:
             self.launch_all_gather(self.groups.index(self.gradients.groups[group]), bucket, wait_upload)
         else:
             found.mark_updated(wait_upload)

@@ -198,8 +198,7 @@ class ParamGroup:
             register_owner(param, self.names[index])
             # Whole on this rank until the end of the loop's turn: the only parameter that is.
             values = self._take_values(index)
-            number = self._numbers.get(index)
-            if number is not None:
+            if (number := self._numbers.get(index)) is not None:
                 fragment = self.fragments[number]
                 part = values[fragment.start : fragment.start + fragment.numel]
                 # Host memory is there already, and is none of the device's: such a master is final at once.
@@ -261,8 +260,7 @@ class ParamGroup:
 
     def fragment_and_master(self, index: int) -> tuple[Fragment, torch.Tensor] | None:
         """This rank's fragment of a parameter, and its master; None: it has no element here, or is not trained."""
-        number = self._numbers.get(index)
-        if number is None or not self.placement.trained:
+        if (number := self._numbers.get(index)) is None or not self.placement.trained:
             return None
         return self.fragments[number], self.masters[number]
 
@@ -324,8 +322,7 @@ class ParamGroup:
                 )
             if param._version != self._versions[index]:
                 self._versions[index] = param._version
-                mine = self.fragment_and_master(index)
-                if mine is not None:
+                if (mine := self.fragment_and_master(index)) is not None:
                     fragment, master = mine
                     update_master_from_param(master.view(-1), param.reshape(-1)[fragment.start :][: fragment.numel])
 
@@ -345,8 +342,7 @@ class ParamGroup:
             values: 1-D, whole, fp32, the same on every rank.
         """
         self._write_param(index, values)
-        mine = self.fragment_and_master(index)
-        if mine is not None:
+        if (mine := self.fragment_and_master(index)) is not None:
             fragment, master = mine
             master.view(-1).copy_(values[fragment.start :][: fragment.numel])
 

@@ -78,8 +78,7 @@ class TensorFragments:
 
     def trained(self, param: nn.Parameter) -> ParamFragment:
         """The parameter's fragment, before something of it is written. Raises a ValueError if it is not trained."""
-        fragment = self.of(param)
-        if fragment is None:
+        if (fragment := self.of(param)) is None:
             raise ValueError(
                 f"parameter {self.names[param]!r} is not trained (requires_grad=False, or in no optimizer group): it "
                 "has no master, gradient or optimizer state to set; write it under deepzero.zero.GatheredParameters"
@@ -93,8 +92,7 @@ class TensorFragments:
 
 
 def _engine_of(param: nn.Parameter) -> TensorFragments:
-    engine = fragments_of(param)
-    if engine is None:
+    if (engine := fragments_of(param)) is None:
         raise ValueError(
             f"a tensor of shape {tuple(param.shape)} is no parameter of an engine: pass one of engine.module's "
             "parameters, itself and not a copy or a view, after deepzero.initialize and before engine.destroy()"
@@ -206,8 +204,7 @@ class ParamFragment:
                 f"the optimizer has no state {key!r} for parameter {self.name!r} yet; it makes its state in its first "
                 "step"
             )
-        state = self.state(key)
-        if state is not None:
+        if (state := self.state(key)) is not None:
             state.copy_(mine.view_as(state))
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
