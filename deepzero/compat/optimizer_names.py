@@ -269,7 +269,7 @@ def undress(optimizer: torch.optim.Optimizer) -> None:
 class FrozenParameters:
     """Without an optimizer no parameter requires a gradient, so that none gets one; until :meth:`thaw`.
 
-    Held weakly: hooks of parameters lead to their engine, which could not go while something held on to them.
+    Held weakly: what waits for an engine's end must not keep its model until then.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -7,7 +7,6 @@ with a traceback, refused before Hydra is asked (:func:`check_words`).
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,29 +17,30 @@ FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 
 
 def check_words(words: Sequence[str], configs: Path) -> None:
-    """Refuse a key that is given twice, a number for a group of ``configs``, a run folder that is a file or nameless.
-
-    Raises:
-        ConfigError: the first of these mistakes among ``words``; Hydra's flags among them are its affair.
+    """Raise a ConfigError for a key that is given twice, a group of ``configs`` that gets a number or is left out, or a
+    run folder that is a file or nameless: the first among ``words``, where Hydra's flags are its affair.
     """
     given: dict[str, str] = {}
+    groups = {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in configs.iterdir()}
     for word in words:
         prefix, key, value = split(word)
-        if key.startswith("--") and ("." in key or key[2:] in os.listdir(configs)):  # as other programs have it
+        if key.startswith("--") and ("." in key or key[2:] in groups):  # as other programs have it
             raise ConfigError(f"{word}: settings have no dashes; write {key[2:]}={value or 'VALUE'}")
+        choices = groups.get(key, [])
+        if prefix == "~" and choices and "none" not in choices and key != "experiment":
+            raise ConfigError(f"{word}: every run has a choice of {key}: write {key}=CHOICE, of {', '.join(choices)}")
         if word.startswith("-") or "=" not in word:
             continue
         if key in given:
             raise ConfigError(f"{key} is given twice, as {given[key]} and as {word}: which is meant? Leave one out")
         given[key] = word
-        if not prefix and key in os.listdir(configs) and re.fullmatch(r"[-+\d.,]+|true|false", value, re.IGNORECASE):
+        if not prefix and key in groups and re.fullmatch(r"[-+\d.,]+|true|false", value, re.IGNORECASE):
             raise ConfigError(no_such_choice(configs, key, value))
-        if key in FOLDERS:
-            if not value.strip("'\""):
-                raise ConfigError(f"{word}: no folder is named; write {key}=FOLDER, or leave it out")
-            for path in (Path(value), *Path(value).parents):
-                if path.exists() and not path.is_dir():
-                    raise ConfigError(f"{word}: {path} is a file, and the run needs a folder; choose another name")
+        if key in FOLDERS and not value.strip("'\""):
+            raise ConfigError(f"{word}: no folder is named; write {key}=FOLDER, or leave it out")
+        for path in (Path(value), *Path(value).parents) if key in FOLDERS else ():
+            if path.exists() and not path.is_dir():
+                raise ConfigError(f"{word}: {path} is a file, and the run needs a folder; choose another name")
 
 
 def split(word: str) -> tuple[str, str, str]:

@@ -36,10 +36,7 @@ class HomeStream:
         self._home = self._accelerator.current_stream(self._device)
 
     def hook(self, function: Callable[..., None], of_param: bool = False) -> Callable[..., None]:
-        """``function``, called at home, behind what has been issued on the stream where it is called.
-
-        With ``of_param`` it is a parameter's hook, whose ``.grad`` is then memory of home's.
-        """
+        """``function`` at home, behind what was issued where it is called; ``of_param``: with ``.grad`` as home's."""
 
         def called(*given: Any) -> None:
             if self._accelerator.current_stream(self._device).key == self._home.key:  # nearly always

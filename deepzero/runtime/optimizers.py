@@ -105,9 +105,13 @@ def build_optimizer(
     try:
         return (cls if stand_in is None else stand_in(cls))(groups, **arguments)
     except (ValueError, TypeError, RuntimeError) as error:
-        listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        told = {name: f"{name}={value!r}" for name, value in arguments.items()}
         null = "; lr is null: give a number, or leave it out" if arguments.get("lr", 0) is None else ""
-        raise ConfigError(f"optimizer {config.target}({listed}) cannot be built: {error}{null}") from error
+        # torch's refusals, and CPUAdam's, begin with what they are about.
+        about = "lr" if null else str(error).removeprefix("param_groups[0]: ").removeprefix("Invalid ")
+        key = next((f"{WHERE}.{told[name]}: " for name in told if about.startswith(name.rstrip("s"))), "")
+        listed = ", ".join(told.values())
+        raise ConfigError(f"{key}optimizer {config.target}({listed}) cannot be built: {error}{null}") from error
 
 
 def _deepspeed_adam(target: str, given: dict[str, Any], on_host: bool) -> type[torch.optim.Optimizer]:
@@ -198,9 +202,8 @@ def _read_value(value: Any, default: Any, path: str) -> Any:
 
 def _fused_by_default(cls: Any, arguments: Mapping[str, Any], groups: Sequence[Any]) -> bool:
     torchs = cls.__module__.startswith("torch.optim.") and "fused" in inspect.signature(cls).parameters
-    if not torchs and cls is not Muon:
-        return False
-    if any(arguments.get(name) is not None for name in ("fused", "foreach")) or arguments.get("differentiable"):
+    chosen = any(arguments.get(name) is not None for name in ("fused", "foreach")) or arguments.get("differentiable")
+    if chosen or not (torchs or cls is Muon):
         return False
     tensors = [param for group in as_groups(groups) for param in group["params"]]
     kinds = {(tensor.device.type, tensor.is_floating_point()) for tensor in tensors}

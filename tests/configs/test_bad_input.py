@@ -31,6 +31,7 @@ REFUSED = [
     (["zero.stage"], ["Write zero.stage=VALUE"]),
     (["--zero.stage=2"], ["--zero.stage=2: settings have no dashes; write zero.stage=2"]),
     (["--model"], ["--model: settings have no dashes; write model=VALUE"]),
+    (["~zero"], ["~zero: every run has a choice of zero: write zero=CHOICE, of default, stage1_allreduce"]),
     (["~zero.stag"], ["Did you mean 'zero.stage'?"]),
     (["zero.offload_optimizer.devic=cpu"], ["Did you mean 'zero.offload_optimizer.device'?"]),
     (["optimizer.momentum=0.9"], ["There are: lr, betas, eps, weight_decay", "+optimizer.momentum=VALUE"]),
