@@ -68,6 +68,7 @@ class CommandLine:
 
     def __init__(self, train: Callable[[RunConfig, str, Command], None], program: Path) -> None:
         self._train, self._program, self._process = train, program, os.getpid()
+        self._refused: list[str] = []  # jobs of a sweep that have no folder, which the table is made of
         self.status = 0
         """Exit status so far: a job of a sweep that fails does not stop the others."""
 
@@ -100,7 +101,7 @@ class CommandLine:
             self.status = int(error.code or 0) if isinstance(error, SystemExit) else 128 + signal.SIGINT
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
         if NewFolders.noted is not None and NewFolders.noted[2] and (runs := runs_in(NewFolders.noted[0])):
-            say("\n" + text_table(runs), sys.stdout)
+            say("\n" + "\n".join([text_table(runs), *self._refused]), sys.stdout)
         remove_unused()
         if under_launcher():
             leave(self.status)
@@ -130,7 +131,10 @@ class CommandLine:
             if HydraConfig.get().mode != RunMode.MULTIRUN:
                 say(way_on(), sys.stdout)
         except (ConfigError, RankFailed, OSError) as error:
-            say(f"the run could not be started: {error}" if isinstance(error, OSError) else plain_names(str(error)))
+            said = f"the run could not be started: {error}" if isinstance(error, OSError) else plain_names(str(error))
+            say(said)
+            if isinstance(error, ConfigError):
+                self._refused.append(f"{os.path.relpath(run_dir)}: refused: {said.splitlines()[0]}")
             self.status = CONFIG_ERROR_EXIT if isinstance(error, ConfigError) else FAILURE_EXIT
             if isinstance(error, RankFailed):
                 say(way_on())
@@ -336,11 +340,7 @@ def settings_of(cfg: DictConfig) -> dict[str, Any]:
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:
-    """The settings with which ``train.py`` would run with these words on its command line, for tools.
-
-    Raises:
-        ConfigError: as there.
-    """
+    """The settings with which ``train.py`` would run with these words on its command line, for tools."""
     check_words(overrides, CONFIGS)
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):

@@ -182,7 +182,8 @@ def test_what_is_refused_leaves_no_folder(tiny, tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_part_of_a_sweep_that_is_refused(tiny, tmp_path):
-    assert runs.train("-m", *tiny, *SHORT[:-1], "zero.stage=7,1", "hydra.sweep.dir=a", cwd=tmp_path).status == 2
+    done = runs.train("-m", *tiny, *SHORT[:-1], "zero.stage=7,1", "hydra.sweep.dir=a", cwd=tmp_path)
+    assert done.status == 2 and done.out.endswith("a/0: refused: zero.stage=7: stages are 0, 1, 2 and 3\n"), done.out
     assert sorted(path.name for path in tmp_path.glob("*/*")) == ["1", "multirun.yaml"]
 
 

@@ -47,9 +47,8 @@ class TestNames:
         # Adam means decoupled decay, as in DeepSpeed.
         *((name, {}, "AdamW") for name in ("Adam", "adam", "ADAM", "AdamW", "adamw")),
         ("Adam", {"adam_w_mode": True}, "AdamW"), ("Adam", {"adam_w_mode": False}, "Adam"),
-        ("adamw", {"adam_w_mode": True}, "AdamW"),
         *((name, {}, name.rpartition(".")[2]) for name in ("SGD", "RMSprop", "Adagrad", "NAdam", "torch.optim.SGD")),
-        ("sgd", {}, "SGD"), ("rmsprop", {}, "RMSprop"),
+        ("sgd", {}, "SGD"), ("rmsprop", {}, "RMSprop"), ("adamw", {"adam_w_mode": True}, "AdamW"),
     ])  # fmt: skip
     def test_classes_of_torch_go_by_name(self, name, params, cls):
         assert type(built(name, **params)) is getattr(torch.optim, cls)
