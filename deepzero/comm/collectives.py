@@ -80,6 +80,11 @@ class Pending:
         self.works, self._done = None, True
         comm.ledger.note("wait", self.launch.kind, self.launch.where)
 
+    def __del__(self) -> None:
+        # An engine is let go of with fetches under way: without its buffer a message that comes blocks all behind it.
+        if self.works:
+            self._comm.observer.adrift.append(self.works)
+
     def _stood(self, since: float, over: bool) -> None:
         """This rank stood still until now. The collective is ``over`` when it is complete or has failed."""
         if self._counts:
@@ -191,8 +196,7 @@ class Communicator:
             group: who takes part; None: all ranks. All groups of a partition of the ranks do so at the same time.
             numel: elements that each tensor sent stands for, where that is not their extent: quantised ones.
         """
-        among = group or self.everybody
-        if among.size == 1:  # nothing travels
+        if (among := group or self.everybody).size == 1:  # nothing travels
             return self._counted(kind, where, 0, 0, padding, 0, ranks=1, ring=False)
         sent = [q for q in among.peers if send[q].numel()]
         elements = sum(send[q].numel() if numel is None else numel for q in sent)
@@ -231,8 +235,7 @@ class Communicator:
 
         ``padding``, ``group`` and ``numel`` are :meth:`exchange`'s.
         """
-        among = group or self.everybody
-        if among.size == 1:
+        if (among := group or self.everybody).size == 1:
             return self._counted(kind, where, 0, 0, padding, 0, ranks=1, ring=False)
         part = whole.numel() // among.size
         mine = whole[among.index * part : (among.index + 1) * part]

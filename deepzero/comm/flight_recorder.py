@@ -14,7 +14,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -156,8 +156,8 @@ class GroupObserver:
         self.trail = FlightRecorder()
         self.ranges = Ranges()  # of all engines of the group
         self.secret: bytes | None = None  # see ``process_group._secret``
-        # Communicators of some ranks, see ``topology.py``.
-        self.subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.adrift: list[Sequence[dist.Work | None]] = []  # under way, and nobody will wait for them
+        self.subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of some ranks, see ``topology.py``
         # Weak: a group that is destroyed has to close its connections, whoever still holds a communicator.
         world = world_group()
         self._group = None if world is None else weakref.ref(world)

@@ -238,8 +238,7 @@ class Ledger:
                         total += tensor._values().nbytes + tensor._indices().nbytes
                         continue
                     # Views share memory, and parameters of stages 0-2 are views of one flat tensor: count storages.
-                    key = (tensor.device, storage_ptr_of(tensor))
-                    if key not in seen:
+                    if (key := (tensor.device, storage_ptr_of(tensor))) not in seen:
                         seen.add(key)
                         total += tensor.untyped_storage().nbytes()
                 inside = min(padding_bytes, total)  # a storage that is away has no padding either

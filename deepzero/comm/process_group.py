@@ -91,8 +91,7 @@ def default_device() -> torch.device:
         ConfigError: which GPU is not known, since there are several ranks and nobody has told this one's number on its
             machine; or the machine has no GPU of that number; or :func:`refuse_missing_gpu`.
     """
-    mine = accelerator()
-    if not mine.has_streams:
+    if not (mine := accelerator()).has_streams:
         refuse_missing_gpu()
         return torch.device("cpu")
     if is_initialized() and (bound := dist.group.WORLD.bound_device_id) is not None:  # type: ignore[union-attr]
@@ -320,8 +319,7 @@ def _talking_device() -> torch.device:
 
 def _secret() -> bytes:
     """What only ranks of this group have: the first of them to need one leaves it at the store where all have met."""
-    group = flight_recorder.observer()
-    if group.secret is None:
+    if (group := flight_recorder.observer()).secret is None:
         store = dist.distributed_c10d._get_default_store()
         group.secret = store.compare_set("deepzero/secret", "", secrets.token_hex(32))
     return group.secret
