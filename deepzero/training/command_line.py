@@ -340,7 +340,7 @@ def settings_of(cfg: DictConfig) -> dict[str, Any]:
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:
-    """The settings with which ``train.py`` would run with these words on its command line, for tools."""
+    """The settings of ``train.py`` with these words on its command line, for tools; a ConfigError where it has one."""
     check_words(overrides, CONFIGS)
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
