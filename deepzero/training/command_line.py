@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import signal
 import sys
@@ -193,6 +194,7 @@ class CommandLine:
     def _train_here(self, cfg: DictConfig, run_dir: str, command: Command) -> None:
         """A rank that torchrun has started: what the launching process would have checked, then the program."""
         first, started, folder = os.environ["RANK"] == "0", time.time(), Path(run_dir).resolve()
+        logging.getLogger().handlers.clear()  # Hydra's: what is logged beside what is printed would be said twice
         try:
             run = read_config(cfg)
             if run.plan:

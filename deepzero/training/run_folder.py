@@ -124,8 +124,7 @@ def way_out(beside: Path | None, key: str = "train.resume") -> str:
 def manifest_of(path: Path, total_steps: int) -> Manifest:
     """The manifest of the checkpoint that a run of ``total_steps`` begins with.
 
-    Raises:
-        ConfigError: it is damaged, or has more steps behind it than the run is to take.
+    A ConfigError says that it is damaged, or has more steps behind it than the run is to take.
     """
     try:
         manifest = read_manifest(path)
@@ -179,8 +178,7 @@ def keep_global_batch(config: EngineConfig, manifest: Manifest, world_size: int)
 def at_its_start(run: RunConfig, run_dir: Path, world_size: int) -> RunConfig:
     """The run as it begins: one that goes on from a checkpoint keeps its global batch, on any number of ranks.
 
-    Raises:
-        ConfigError: there is nothing to begin with where the settings say.
+    A ConfigError says that there is nothing to begin with where the settings say.
     """
     if (path := find_start(run.train.resume, run_dir, rank_process.restart_count() > 0)) is not None:
         manifest = manifest_of(path, run.train.steps)
