@@ -144,7 +144,7 @@ class BlockNorms:
             if self._on_host is None:
                 self._on_host = torch.zeros(self.norms.numel(), dtype=torch.float32)
             here, there = self._on_host, self.norms
-        block_norms(chunk.to(torch.float32), self._device_type, out=here[blocks])
+        block_norms(chunk.float(), self._device_type, out=here[blocks])
         if there is not None:
             there[blocks].zero_()
 

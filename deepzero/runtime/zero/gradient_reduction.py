@@ -66,8 +66,6 @@ class UnreducedGradients:
         # The parameters that had no gradient when their bucket was filled in this pass, and those named before.
         self._unused: list[str] = []
         self._unused_named: set[str] = set()
-        # Aligned starts leave holes between parameters; where they are is asked for every bucket of every micro-batch.
-        self._gaps = {(g, b.index): b.gaps() for g, group in enumerate(groups) for b in group.layout.buckets}
         # By id, here and below: torch hashes a tensor in Python, which thousands of questions in a step would pay.
         self._slot_of = {
             id(param): (g, slot)
@@ -80,9 +78,9 @@ class UnreducedGradients:
         self._second: dict[int, torch.Tensor] = {}
         # The count of references of a tensor that is held once: such a gradient is added to in place.
         self._alone = references(torch.empty(0))
-        # Where a bucket's gradients go in a send buffer, in their shapes: made once, as buffers last. By the storage's
-        # handle, which is no other one's while these views hold it.
-        self._targets: dict[tuple[int, int, int, int], list[torch.Tensor]] = {}
+        # Of a bucket in a send buffer: where its gradients go, in their shapes, by parameter, and what aligned starts
+        # leave between them. Cut once, as buffers last; the storage's handle is no other one's while these hold it.
+        self._targets: dict[tuple[int, ...], tuple[list[tuple[int, torch.Tensor]], list[torch.Tensor]]] = {}
         # By group, a wider buffer to sum micro-batches in, if any: a sum in bf16 would lose what one in fp32 keeps.
         self.flat = [
             torch.zeros(group.layout.padded_numel, dtype=sum_dtype, device=group.device)
@@ -148,17 +146,16 @@ class UnreducedGradients:
 
         ``send_buffer`` is 1-D, the bucket's extent, in the wire dtype. With ``name_unused`` such parameters are named.
         """
-        group = self.groups[g]
-        for lo, hi in self._gaps[g, bucket.index]:
-            send_buffer[lo:hi].zero_()  # padding is summed and measured too, and the buffer held another bucket
         place = (g, bucket.index, send_buffer.untyped_storage()._cdata, int(send_buffer.storage_offset()))
-        if (views := self._targets.get(place)) is None:
-            params = ((slot, group.params[slot.index]) for slot in bucket.slots)
-            views = [send_buffer[slot.offset - bucket.offset :][: slot.numel].view(p.shape) for slot, p in params]
-            self._targets[place] = views
+        if place not in self._targets:
+            params = ((slot, self.groups[g].params[slot.index]) for slot in bucket.slots)
+            cut = [(id(p), send_buffer[s.offset - bucket.offset :][: s.numel].view(p.shape)) for s, p in params]
+            self._targets[place] = cut, [send_buffer[lo:hi] for lo, hi in bucket.gaps()]
+        views, gaps = self._targets[place]
+        for gap in gaps:
+            gap.zero_()  # padding is summed and measured too, and the buffer held another bucket
         targets, gradients = list[torch.Tensor](), list[torch.Tensor]()
-        for slot, target in zip(bucket.slots, views, strict=True):
-            key = id(group.params[slot.index])
+        for (key, target), slot in zip(views, bucket.slots, strict=True):
             if (grad := self._waiting.pop(key, None)) is None:
                 grad = self._second.pop(key, None)
             if grad is not None:
@@ -167,7 +164,7 @@ class UnreducedGradients:
             else:  # an unused parameter; every rank sends every bucket, whatever its own pass has reached
                 target.zero_()
                 if name_unused:
-                    self._unused.append(group.names[slot.index])
+                    self._unused.append(self.groups[g].names[slot.index])
         # One call copies them all, and casts. Only the list holds them now: they are freed when this returns.
         if targets:
             torch._foreach_copy_(targets, gradients)

@@ -83,7 +83,7 @@ class OptimizerShard:
         one_pass: OnePassStep | None = None,
     ) -> None:
         self.optimizer, self.groups, self.rank = optimizer, list(groups), rank
-        self.grad_dtype, self.whole_sums = grad_dtype, whole_sums
+        self.whole_sums = whole_sums
         # Kept for the whole run: fresh memory costs several times the sum that is written into it.
         on_device = lambda group: group.layout.shard_numel - group.placement.host_optimizer_numel
         extents = [group.layout.padded_numel if whole_sums else on_device(group) for group in groups]
@@ -91,6 +91,7 @@ class OptimizerShard:
             torch.zeros(extent, dtype=grad_dtype, device=group.device)
             for group, extent in zip(groups, extents, strict=True)
         ]
+        self._outputs: dict[tuple[int, int], torch.Tensor] = {}  # where a bucket's sums go in them, cut once
         # By the master, as torch keeps an optimizer's state: its gradient, a sum, of its shape, in the accumulation
         # dtype. Both stay where they are from step to step, so they are cut once.
         self.grads = self.cut_grads()
@@ -113,11 +114,12 @@ class OptimizerShard:
     def grad_output(self, group: int, bucket: Bucket, accumulate: bool) -> GradOutput:
         """Where the reducer writes the sum of a bucket's gradients: bucket ``bucket`` of ``groups[group]``."""
         # ``accumulate``: it is added to what this step has brought already; here that happens in place, in ``grad_S``.
-        if self.whole_sums:
+        if (output := self._outputs.get((group, bucket.index))) is None:
+            sums, whole = self.grad_S[group], self.whole_sums
+            start = self.groups[group].layout.shard_numel - sums.numel()  # what comes before is on the host
             # Stage 0 steps on all of it. Stage 1 with reduce_scatter=False uses a W-th of what it receives.
-            return bucket.of(self.grad_S[group]), contextlib.nullcontext
-        start = self.groups[group].layout.shard_numel - self.grad_S[group].numel()  # what comes before is on the host
-        return bucket.shard_of(self.grad_S[group], start), contextlib.nullcontext
+            output = self._outputs[group, bucket.index] = bucket.of(sums) if whole else bucket.shard_of(sums, start)
+        return output, contextlib.nullcontext
 
     def grad_shard(self, group: int, bucket: Bucket) -> torch.Tensor:
         """This rank's part of a bucket's reduced gradients: 1-D, ``bucket.shard_numel`` elements."""

@@ -245,8 +245,7 @@ class PartitionedParameterCoordinator:
             self.comm.ledger.note("fetch", f"{note} at {where}" if note else where, bucket.gather.where)
             if bucket.status is ZeroParamStatus.NOT_AVAILABLE:  # else GatheredParameters has it
                 # What was launched ahead, or before an evaluation, and released since, is counted already.
-                again = key in ahead or key in self._trace.evicted
-                counted = self.comm.ledger.aside() if again else nullcontext()
+                counted = self.comm.ledger.aside() if key in ahead or key in self._trace.evicted else nullcontext()
                 with self.comm.ranges.span("fetch", key, where, note), counted:
                     bucket.launch(kind, exact=False)
                 use.fetch += (key,)
@@ -255,17 +254,17 @@ class PartitionedParameterCoordinator:
             self.current = frozenset(keys)
             self._trace.interrupted = frozenset()
         # All is launched before anything is waited for: while this rank waits, and then computes, the next ones travel.
-        with self.comm.ranges.standing_at(where):
-            for key in keys:
-                bucket = self.buckets[key]
-                # DeepSpeed's InflightParamRegistry lists them; GatheredParameters may have waited in between.
-                if bucket.status is ZeroParamStatus.INFLIGHT:
+        for key in keys:
+            bucket = self.buckets[key]
+            # DeepSpeed's InflightParamRegistry lists them; GatheredParameters may have waited in between.
+            if bucket.status is ZeroParamStatus.INFLIGHT:
+                with self.comm.ranges.standing_at(where):
                     bucket.wait()
-                if show_params and not bucket.shown:
-                    bucket.show()  # the parameters become views of it
-                # Last in the order of use.
-                self.live.pop(key, None)
-                self.live[key] = None
+            if show_params and not bucket.shown:
+                bucket.show()  # the parameters become views of it
+            # Last in the order of use.
+            self.live.pop(key, None)
+            self.live[key] = None
 
     def _note_use(self, keys: tuple[int, ...], where: str, on_demand: bool) -> tuple[ModuleUse, ModuleUse | None]:
         """The record of a use that begins, and what is planned for it; None: nothing, as the order is recorded."""

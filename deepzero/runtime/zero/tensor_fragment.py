@@ -233,7 +233,7 @@ class ParamFragment:
         aside = BucketReducer(
             comm, bucket.numel, reducer.wire_dtype, reducer.method, whole=True, depth=1, suffix=SUFFIX
         )
-        output = torch.zeros(bucket.numel, dtype=self.engine.step.grad_dtype, device=self.group.device)
+        output = torch.zeros(bucket.numel, dtype=self.engine.step.grad_S[0].dtype, device=self.group.device)
         send_buffer = aside.acquire(bucket, output, accumulate=False)
         send_buffer.zero_()
         waiting = gradients.unreduced.waiting_of(self.group.params[self.slot.index])
