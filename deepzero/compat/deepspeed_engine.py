@@ -110,14 +110,14 @@ class DeepSpeedEngine(EngineGetters):
     # ---- when gradients are reduced ----------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``.grad`` of the model's parameters, where no gradient of the step under way is.
+        """Clear ``.grad`` of the model's parameters, where no gradient of the step under way is: as DeepSpeed's.
 
-        As in DeepSpeed it is harmless where the engine accumulates, so that scripts may call it before every
-        micro-batch. In a step with :meth:`no_sync` the script accumulates itself: there the sums of the step
-        are dropped, and its micro-batches stay counted.
+        It drops the step's sums where the script itself accumulates, in a step with :meth:`no_sync`, and where others'
+        passes alone have left gradients, as a GAN's generator in its discriminator. Micro-batches stay counted.
         """
         self.module.zero_grad(set_to_none)
-        if self.state.step_without_sync == self.global_steps:
+        foreign = self.passes.count > 0 and not self.passes.own and self.micro_steps % self.batch.accumulation == 0
+        if foreign or self.state.step_without_sync == self.global_steps:
             count = self.micro_steps
             self.discard_gradients()
             self.micro_steps = count

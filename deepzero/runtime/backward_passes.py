@@ -45,8 +45,8 @@ class BackwardPasses:
     ) -> None:
         self._stage, self._scaler, self._comm = stage, scaler, stage.comm
         self._is_reduction_boundary, self._check = is_reduction_boundary, check
-        self.count = 0
-        """Backward passes that have ended since the last boundary."""
+        self.count, self.own = 0, False
+        """Backward passes that have ended since the last boundary; whether one began at a loss given to this engine."""
         # Losses of this step's micro-batches, detached: reading one would make the CPU wait for the GPU.
         self._losses: list[torch.Tensor] = []
         # Of the pass under way: its loss, as it was given to us, or put together from the outputs it went through;
@@ -189,6 +189,7 @@ class BackwardPasses:
             self._reached, self._armed = True, lambda: None
             raise
         self.count += 1
+        self.own |= given is not None
         if loss is not None:
             self._losses.append(loss)
         self._comm.ledger.note("backward_end")
@@ -202,7 +203,7 @@ class BackwardPasses:
     def take_loss(self, micro_batches: int) -> float | None:
         """This rank's losses, one for each micro-batch, added: once a step the CPU waits for them. None without any."""
         losses = [self._comm.read(loss.reshape(1))[0] for loss in self._losses]
-        self._losses = []
+        self._losses, self.own = [], False
         # A micro-batch of several passes has several, and counts once, by their mean; so does one without any.
         return exact_sum(losses) * (micro_batches / len(losses)) if losses else None
 
@@ -223,10 +224,9 @@ class BackwardPasses:
     def discard(self) -> None:
         """Forget the passes of this optimizer step, also one that broke off."""
         self._forget()
-        self._losses, self.count = [], 0
+        self._losses, self.count, self.own = [], 0, False
 
     def remove(self) -> None:
         """Leave the parameters as they were, without hooks."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []

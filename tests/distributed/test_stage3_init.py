@@ -313,27 +313,17 @@ def test_use_and_writes_without_gathering_are_refused(rank, world):
     assert engine.module.state_dict()["blocks.0.1.weight"].shape == (37, 24)
     assert weight.ds_numel == 888 and weight.ds_shape == (37, 24) and isinstance(weight.ds_id, int)
     for use in (
-        lambda: weight.sum(),
-        lambda: weight @ torch.ones(24),
-        lambda: torch.nn.functional.linear(torch.ones(24), weight),
-        lambda: weight[0],
-        lambda: weight.tolist(),
-        lambda: weight.numpy(),
-        lambda: pickle.dumps(weight),
-        lambda: copy.deepcopy(weight),
-        lambda: weight.detach().sum(),
-        lambda: weight.data.norm(),
-        lambda: engine.module.state_dict()["blocks.0.1.weight"].sum(),
-        lambda: weight.data_ptr(),
-    ):
+        lambda: weight.sum(), lambda: weight @ torch.ones(24), lambda: nn.functional.linear(torch.ones(24), weight),
+        lambda: weight[0], lambda: weight.tolist(), lambda: weight.numpy(), lambda: weight.data_ptr(),
+        lambda: pickle.dumps(weight), lambda: copy.deepcopy(weight), lambda: weight.detach().sum(),
+        lambda: weight.data.norm(), lambda: engine.module.state_dict()["blocks.0.1.weight"].sum(),
+    ):  # fmt: skip
         with pytest.raises(PartitionedUseError, match=r"'blocks.0.1.weight' of shape \(37, 24\) is partitioned"):
             use()
     for write in (
-        lambda: weight.data.zero_(),
-        lambda: nn.init.normal_(weight),
-        lambda: weight.data.__setitem__(0, 1.0),
+        lambda: weight.data.zero_(), lambda: nn.init.normal_(weight), lambda: weight.data.__setitem__(0, 1.0),
         lambda: torch.add(torch.ones(37, 24), 1, out=weight.data),
-    ):
+    ):  # fmt: skip
         with pytest.raises(PartitionedUseError, match="cannot be written"):
             write()
     with pytest.raises(PartitionedUseError, match="would be lost"), GatheredParameters(weight):

@@ -44,17 +44,13 @@ def misbehave(how, folder):
         process_group.all_gather_object("are you there?")
         time.sleep(0.01)
     act = {
-        "sleep": lambda: time.sleep(600),
-        "lose": lambda: train(rank, signal.SIGKILL),
-        "freeze": lambda: train(rank, signal.SIGSTOP),
-        "again": lambda: fail_twice(rank, folder),
-        "note": lambda: leave_a_note(rank),
-        "save": lambda: save_slowly(folder),
-        "save and fail": lambda: save_slowly(folder),
+        "sleep": lambda: time.sleep(600), "again": lambda: fail_twice(rank, folder), "note": lambda: leave_a_note(rank),
+        "lose": lambda: train(rank, signal.SIGKILL), "freeze": lambda: train(rank, signal.SIGSTOP),
+        "save": lambda: save_slowly(folder), "save and fail": lambda: save_slowly(folder),
         "save and lose": lambda: save_slowly(folder, lose=True),
         "stop": lambda: wait_for_the_stop(rank, folder, False),
         "stubborn": lambda: wait_for_the_stop(rank, folder, True),
-    }
+    }  # fmt: skip
     act[how]()
     if how == "save and fail":
         raise ValueError("all ranks alike")
