@@ -91,7 +91,7 @@ HOPS = (
     Hop("", "PartitionedBucket.show", "views, not copies", "whole, start = |for param|param.show("),
     Hop("", "ZeroParameter.show", "what the parameter shows from here on", "self.data = ", {"param": "values"}),
     Hop("", "ModuleHooks.pack", "autograd saves the weight, and is given a record in its place",
-        "owner = |offset = |SavedWeight(owner", {"shape": "list(returned.shape)"}, "return"),
+        "owner := |offset = |SavedWeight(owner", {"shape": "list(returned.shape)"}, "return"),
     Hop(RELEASE, "PartitionedParameterCoordinator.release_sub_module", "by the next fetch; _release calls what "
         "follows", "planned.rel|# True", {"released": "f'{[*planned.release]}, as {[*next_keys]} is fetched'"}),
     Hop(RELEASE, "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE; give takes the buffer at `address` back "
@@ -106,7 +106,7 @@ HOPS = (
     Hop("", "GradientReducer._reduce_bucket", "output: its part of grad_S; accumulate: add, from the 2nd micro-batch "
         "on; others: offload, norm, traces", ".grad_output(|.acquire(|.fill(|.launch(", {"bucket": "bucket.index"}),
     Hop("", "UnreducedGradients.fill", "the bucket's gradients are copied into the buffer, by views, and freed",
-        "in zip(bucket|_waiting.pop(|s.append(|_foreach_copy_(", {"send_buffer": "w.part_of(send_buffer)"}, "return"),
+        "in zip(views|_waiting.pop(|s.append(|_foreach_copy_(", {"send_buffer": "w.part_of(send_buffer)"}, "return"),
     Hop("", "BucketReducer._launch_exact", "by launch, as comm.reduce is exact: outgoing: a part for each owner; "
         "recv: what comes; ours stays here", "inflight.parts = |comm.exchange("),
     Hop("", "BucketReducer._finish", "by drain at the boundary, by acquire when its buffer is needed; without overlap "
@@ -130,7 +130,7 @@ HOPS = (
         ".copy_(|.launch_all"),
     Hop(PUBLISH, "ZeroStage1And2.launch_all_gather", "whole: this bucket in flat_P", ".all_gath", {"cast": "w.shard"}),
     Hop(PUBLISH, "ZeroStage1And2.wait_all_gathers", "by publish, when all have left", ".wait()", NOW, "return", "all"),
-    Hop(PUBLISH, "PartitionedParamGroup.cast_masters", "nothing is sent", "masters = |.copy_(", SHARD, "return"),
+    Hop(PUBLISH, "PartitionedParamGroup.cast_masters", "nothing is sent", "masters := |.copy_(", SHARD, "return"),
 )  # fmt: skip
 
 
