@@ -74,7 +74,7 @@ def all_gather(
     for one in [param] if param_list is None else param_list:
         if isinstance(one, ZeroParameter) and one._zero.open_gather is None:
             one._zero.open_gather = GatheredParameters(one)
-            one._zero.open_gather.__enter__()
+            one._zero.open_gather.gather()
     return Gathered()
 
 
@@ -104,7 +104,7 @@ def partition(
         if isinstance(one, ZeroParameter) and (context := one._zero.open_gather) is not None:
             one._zero.open_gather = None
             context.modifier_rank = 0 if has_been_updated else None
-            context.__exit__(None)
+            context.release(None)
 
 
 def ds_summary(param: ZeroParameter) -> dict[str, Any]:

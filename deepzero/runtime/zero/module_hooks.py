@@ -37,12 +37,13 @@ from torch import nn
 
 from deepzero.runtime.pytree import output_tensors
 from deepzero.runtime.zero.module_registry import external_parameters, z3_leaf_module
+from deepzero.runtime.zero.parameter_all_gather import ON_REQUEST
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
 from deepzero.utils.compile import is_compiled, never_compiled
 from deepzero.utils.dispatch import hide_from_checkpointing
-from deepzero.utils.saved_tensor import keep, kept
+from deepzero.utils.saved_tensor import check_version, keep, kept
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,9 @@ class SavedWeight(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     """In elements of ``dtype``."""
+    source: ZeroParameter | None = None
+    """The parameter, where it was saved inside ``GatheredParameters``: there it may be written."""
+    version: int = 0
 
 
 class ModuleHooks:
@@ -84,7 +88,7 @@ class ModuleHooks:
         self.leaf_params: set[nn.Parameter] = set()
         # Injected, so that a parameter can ask for its bucket without an import of this file from that one.
         for bucket in coordinator.buckets:
-            bucket.gather_for_use = self._gather_for_use
+            bucket.hooks = self
         self._install(model, set())
 
     def _install(self, module: nn.Module, seen: set[nn.Module]) -> None:
@@ -117,7 +121,7 @@ class ModuleHooks:
             handle.remove()
         self._handles = []
         for bucket in self.coordinator.buckets:
-            bucket.gather_for_use = None
+            bucket.hooks = None
 
     # ---- forward: hooks are plain functions, as dynamo can step around those, not around an object -------------------
 
@@ -133,7 +137,7 @@ class ModuleHooks:
             if not self._stack:
                 coordinator.begin_forward()
             # Entered before the fetch: the values that it shows belong to a module that is under way.
-            self._stack.append((module, self._push_saved_tensor_hooks()))
+            self._stack.append((module, self.push_saved_tensor_hooks()))
             external = external_parameters(module)  # they may change
             keys = self._keys_with(params, external) if external else own
             for key in keys:  # is one not there, or not shown?
@@ -228,7 +232,7 @@ class ModuleHooks:
 
     # ---- what autograd saves -----------------------------------------------------------------------------------------
 
-    def _push_saved_tensor_hooks(self) -> bool:
+    def push_saved_tensor_hooks(self) -> bool:
         """What autograd saves from now on passes :meth:`pack` first. Returns whether there is something to pop."""
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         # torch runs only the innermost pair of hooks. Where a module calls another, ours are there already.
@@ -297,7 +301,12 @@ class ModuleHooks:
             return keep(tensor)
         # Shape, strides and offset say which view it was: autograd saves the transposed weight of a linear layer.
         offset = int(tensor.storage_offset())
-        return SavedWeight(owner.key, owner.generation, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        saved = SavedWeight(owner.key, owner.generation, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        if owner.gather_refs:  # a parameter and its views have one version
+            source = tensor if isinstance(tensor, ZeroParameter) else tensor._base
+            if isinstance(source, ZeroParameter):
+                return saved._replace(source=source, version=source._version)
+        return saved
 
     def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """In place of a parameter's object what it shows, or would show: behind a view the values stay."""
@@ -316,7 +325,8 @@ class ModuleHooks:
             return kept(packed)
         bucket = self.coordinator.buckets[packed.key]
         # The graph of a double backward pass would save the view that is made here, whose values go with the bucket.
-        if torch.is_grad_enabled():
+        # Inside ``GatheredParameters`` our hooks see it.
+        if torch.is_grad_enabled() and not bucket.gather_refs:
             raise RuntimeError(
                 f"a double backward pass (create_graph=True) through {bucket.names} is not possible under ZeRO stage "
                 "3: its weights are released and fetched again in between. Use stage 2 for gradient penalties"
@@ -326,8 +336,12 @@ class ModuleHooks:
         if bucket.generation != packed.generation:
             raise RuntimeError(
                 f"this backward pass goes through a forward pass that saw older values of {bucket.names}: they were "
-                "changed in between (engine.step(), a write). Run the forward pass again"
+                "changed in between (engine.step(), a write, the end of GatheredParameters with a modifier_rank). Run "
+                "the forward pass again, or call engine.backward inside of the context"
             )
+        # Between two generations: the end of the context in which was written makes another.
+        if packed.source is not None and bucket.gather_refs:
+            check_version(packed.version, packed.source)
         if packed.key not in self.coordinator.current:
             self.coordinator.fetch_sub_module((packed.key,), bucket.params[0]._zero.name, show_params=False)
         # The same elements with the same strides, in whatever buffer the bucket was gathered into this time. The dtype
@@ -335,11 +349,17 @@ class ModuleHooks:
         flat = bucket.gathered
         if packed.dtype != flat.dtype:
             flat = flat.view(packed.dtype)
-        return flat.as_strided(packed.shape, packed.stride, packed.offset)
+        view = flat.as_strided(packed.shape, packed.stride, packed.offset)
+        # What was saved was exact, and the passes go on with quantised values.
+        if packed.source is not None and bucket.gathered_by.quantizes:
+            bucket.gather_again(ON_REQUEST, exact=True)
+            view = view.clone()
+            bucket.gather_again(ON_REQUEST, exact=False)
+        return view
 
     # ---- on demand ---------------------------------------------------------------------------------------------------
 
-    def _gather_for_use(self, buckets: list[PartitionedBucket], what: str) -> AbstractContextManager[None] | None:
+    def gather_for_use(self, buckets: list[PartitionedBucket], what: str) -> AbstractContextManager[None] | None:
         """A use outside the parameter's module: permitted inside a forward or backward pass, for one operation."""
         return self._one_operation(buckets, what) if self._stack or in_backward() else None
 
@@ -350,7 +370,7 @@ class ModuleHooks:
         keys = tuple(bucket.key for bucket in buckets)
         # Outside of all modules nothing is shown, and so every use is noticed, every time.
         on_demand = bool(self._stack)
-        self._stack.append((module, self._push_saved_tensor_hooks()))
+        self._stack.append((module, self.push_saved_tensor_hooks()))
         try:
             with hide_from_checkpointing():
                 self.coordinator.fetch_sub_module(keys, f"{where} ({what})", on_demand)

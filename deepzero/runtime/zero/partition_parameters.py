@@ -298,9 +298,9 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
     with ExitStack() as uses:
         # Entered together: fetching one bucket must not release another that the same operation reads.
         # One call for the buckets of each engine, in the order that is the same on all ranks.
-        for gather in dict.fromkeys(bucket.gather_for_use for bucket in buckets):
-            asked = [bucket for bucket in buckets if bucket.gather_for_use == gather]
-            use = gather(asked, f"{name} of {missing._zero.name}") if gather is not None else None
+        for hooks in dict.fromkeys(bucket.hooks for bucket in buckets):
+            asked = [bucket for bucket in buckets if bucket.hooks is hooks]
+            use = hooks.gather_for_use(asked, f"{name} of {missing._zero.name}") if hooks is not None else None
             if use is None:
                 raise use_error(missing._zero, f"used ({name})")
             uses.enter_context(use)
@@ -463,7 +463,7 @@ class Init:
                     self._partition_again(only_unseen=False)
             finally:
                 while self._open:  # what a write made whole is forgotten; the shards stay as they were
-                    self._open.popitem()[0].__exit__(error_type or RuntimeError)
+                    self._open.popitem()[0].release(error_type or RuntimeError)
 
     def _wrap(self, cls: type[nn.Module]) -> None:
         """Let the class's constructor end with a partitioning, if it has one of its own."""
@@ -530,14 +530,14 @@ class Init:
         themselves = [p for b in _buckets_of(params) for p in b.params if any(p._zero is one._zero for one in params)]
         whole = GatheredParameters(themselves, modifier_rank=0)
         whole.kinds = SETUP, SETUP_BROADCAST
-        whole.__enter__()
+        whole.gather()
         # References of our own: more of them are views, through which a later line of the constructor may write.
         alone = [references(bucket.gathered) for bucket in whole.buckets]
         try:
             result = _with_views(func, args, kwargs, params)
         except BaseException as error:
             # Now, as the traceback holds views: they would pass for views through which the program may write.
-            whole.__exit__(type(error))
+            whole.release(type(error))
             raise
         self._open[whole] = alone
         self._partition_again(only_unseen=True)
@@ -549,7 +549,7 @@ class Init:
             held = (references(bucket.gathered) > own for bucket, own in zip(whole.buckets, alone, strict=True))
             if not (only_unseen and any(held)):
                 del self._open[whole]
-                whole.__exit__(None)
+                whole.release(None)
 
 
 def _can_be_partitioned(param: nn.Parameter) -> bool:
@@ -682,14 +682,31 @@ class GatheredParameters:
             raise ValueError(f"modifier_rank={modifier_rank} is not one of the {world} ranks")
         self.partitioned = [param for param in self.params if isinstance(param, ZeroParameter)]
         self.buckets = _buckets_of(self.partitioned)
+        self._pushed = 0  # pairs of hooks on saved tensors
         if fwd_module is not None:
             for param in self.partitioned:
                 register_external_parameter(fwd_module, param)
 
-    @outliving_pass()
     def __enter__(self) -> None:
         if not self.enabled:
             return
+        self.gather()
+        # What autograd saves from here on outlives the values: a place is kept instead, as it is inside of modules.
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # torch.func takes none
+            for hooks in dict.fromkeys(bucket.hooks for bucket in self.buckets):
+                self._pushed += hooks is not None and hooks.push_saved_tensor_hooks()
+
+    def __exit__(self, error_type: Any, *_: object) -> None:
+        if not self.enabled:
+            return
+        while self._pushed:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._pushed -= 1
+        self.release(error_type)
+
+    @outliving_pass()
+    def gather(self) -> None:
+        """Enter without hooks on saved tensors, whose stack has to be left in order; :meth:`release` is the end."""
         # Before anything is launched: a rank that raised in the middle would leave the others waiting.
         for bucket in self.buckets:
             check_on_device(bucket)
@@ -707,13 +724,12 @@ class GatheredParameters:
                 bucket.gather_again(self.kinds[0], exact=True)
         except BaseException as error:  # a disk's: what has come goes again
             _all_gather_params([b for b in self.buckets if b.status is ZeroParamStatus.INFLIGHT], self.kinds[0])
-            self.__exit__(type(error))
+            self.release(type(error))
             raise
 
     @outliving_pass()
-    def __exit__(self, error_type: Any, *_: object) -> None:
-        if not self.enabled:
-            return
+    def release(self, error_type: Any) -> None:
+        """Leave what :meth:`gather` has entered."""
         complete = False
         try:
             # After an exception nothing is taken over: the other ranks may not have had it, and would not broadcast.
@@ -728,6 +744,10 @@ class GatheredParameters:
         finally:
             for bucket in self.buckets:
                 if complete:  # else a write that was not taken over is left for the release to refuse
+                    # Without hooks of ours (no engine, torch.func) autograd has saved the objects, which lose their
+                    # values now: their versions tell, and a backward pass raises.
+                    for param in bucket.params if bucket in self._hidden else ():
+                        torch.autograd.graph.increment_version(param)
                     bucket.writes.snapshot()
                 bucket.gather_refs -= 1
                 # An outer context still reads the values; its end does what follows.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from deepzero.utils.dispatch import outliving_pass
 from deepzero.utils.storage import storage_ptr_of
 
 if TYPE_CHECKING:
+    from deepzero.runtime.zero.module_hooks import ModuleHooks
     from deepzero.runtime.zero.partition_parameters import ZeroParameter
     from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 
@@ -83,8 +84,8 @@ class PartitionedBucket:
         self.release_when_unreferenced = False
         # The reason, while the shard has no memory (``offload_states``).
         self.away: str | None = None
-        # Called when values are used that are not here: a context in which these buckets are, or None.
-        self.gather_for_use: Callable[[list[PartitionedBucket], str], AbstractContextManager[None] | None] | None = None
+        # The engine's hooks on modules, which know about uses outside of them; None for the buckets of ``zero.Init``.
+        self.hooks: ModuleHooks | None = None
         self.writes = WriteGuard(self)
         self._wait_for_update: Callable[[], None] | None = None
         for param, slot in zip(self.params, layout.slots, strict=True):
