@@ -1,15 +1,19 @@
 """Whatever keeps a weight of stage 3 until the backward pass sees its values: the bits of stage 2, under poison."""
 
+import contextlib
+import functools
 import itertools
 import random
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import deepzero
+from deepzero.zero import GatheredParameters
 from tests.distributed.pool import on_ranks
 from tests.distributed.random_models import Part, RandomModel, Recipe, calm, plain_settings, trained
-from tests.distributed.training import WHOLE, config, step_on
+from tests.distributed.training import WHOLE, config, same_in_stages_2_and_3, start, step_on
 from tests.distributed.weight_uses import CHECKPOINTINGS, USES, WIDTH
 
 FROZEN = (1.0, 0.5, 0.0)
@@ -52,7 +56,7 @@ def test_values_show_inside_a_pass_only_and_what_is_kept_stays(rank, world):
     assert engine.stage.coordinator.live_numel > 0
     with pytest.raises(deepzero.zero.PartitionedUseError, match="partitioned"):
         layer.weight.sum()
-    with deepzero.zero.GatheredParameters(layer.weight):
+    with GatheredParameters(layer.weight):
         layer.weight.sum()
     with pytest.raises(deepzero.zero.PartitionedUseError, match="partitioned"):
         layer.weight.sum()
@@ -62,6 +66,96 @@ def test_values_show_inside_a_pass_only_and_what_is_kept_stays(rank, world):
     for step in range(2):
         step_on(engine, batch(step, rank))
     assert len(kept) == 3 and all(map(torch.equal, kept, (whole.t(), whole, whole)))
+
+
+PENALTIES = {
+    "L1": lambda w: w.abs().sum(),
+    "L2": lambda w: w.pow(2).sum(),
+    "norm": torch.norm,
+    "gram": lambda w: (w @ w.t()).tanh().sum() if w.dim() == 2 else w.exp().sum(),
+}
+MICRO_BATCHES = 2
+
+
+def penalised(rank, engine, number, kind, place):
+    """One micro-batch with a penalty on all weights, built inside a context; the backward pass runs outside."""
+    weights, saving = list(engine.module.parameters()), contextlib.nullcontext()
+    together = [weights] if place != "each alone" else weights
+    if place == "save_on_cpu":
+        saving = torch.autograd.graph.save_on_cpu()
+
+    def penalty(*_):
+        total = 0.0
+        for some in together:
+            with GatheredParameters(some):
+                total = total + sum(map(PENALTIES[kind], [some] if some is not weights else weights))
+        with torch.no_grad(), GatheredParameters(weights):  # a log in between
+            assert all(weight.isfinite().all() for weight in weights)
+        return 0.01 * total
+
+    first = penalty() if place == "before" else None
+    loss = engine(batch(number, rank))
+    with saving:
+        if place == "checkpoint":
+            first = checkpoint(penalty, torch.zeros((), requires_grad=True), use_reentrant=False)
+        loss = loss + (penalty() if first is None else first)
+    engine.backward(loss)
+    engine.step()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    return loss.item()
+
+
+def model_of(_):
+    return RandomModel(Recipe(0, [Part("addmm", "none")] * 2, 0.0))
+
+
+@on_ranks(None)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("place", ["before", "behind", "each alone", "save_on_cpu", "checkpoint"])
+def test_a_penalty_built_inside_gathered_parameters(rank, world, place):
+    """Whatever autograd saves of weights there is what the backward pass reads outside."""
+    for kind in PENALTIES:
+        step = functools.partial(penalised, rank, kind=kind, place=place)
+        chaos = {"bucket": 300, "chaos": 1, "gradient_accumulation_steps": MICRO_BATCHES}
+        same_in_stages_2_and_3(model_of, step, 3 * MICRO_BATCHES, **chaos)
+
+
+@on_ranks()
+def test_a_penalty_of_other_values_raises(rank, world):
+    """A step, a write, no hooks: the backward pass never goes through other values than the penalty's."""
+    engine = start(model_of(3), stage=3, zero=WHOLE)
+    weights = list(engine.module.parameters())
+
+    def refused(match, penalty):
+        with pytest.raises(RuntimeError, match=match):
+            engine.backward(engine(batch(0, rank)) + penalty)
+        engine.discard_gradients()
+
+    with GatheredParameters(weights):
+        penalty = weights[0].abs().sum()
+        slope = torch.autograd.grad(weights[0].pow(3).sum(), weights[0], create_graph=True)[0]
+    engine.backward(slope.sum())  # a double backward pass is one through the weights in the context
+    engine.step()
+    refused("saw older values of .*engine.step", penalty)
+    with GatheredParameters(weights, modifier_rank=0):
+        penalty = weights[0].abs().sum()
+        weights[0].data.mul_(2)
+    refused("saw older values of .*a modifier_rank", penalty)
+    with GatheredParameters(weights, modifier_rank=0):
+        penalty = weights[0].t().abs().sum()
+        with torch.no_grad():
+            weights[0].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            penalty.backward()
+        weights[0].abs().sum().backward()
+    engine.discard_gradients()
+    with torch.autograd.graph.disable_saved_tensors_hooks("as torch.func does"), GatheredParameters(weights):
+        penalty = weights[0].abs().sum()
+    refused("modified by an inplace operation", penalty)
+    with contextlib.suppress(ZeroDivisionError), GatheredParameters(weights):
+        raise ZeroDivisionError
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    step_on(engine, batch(0, rank))
 
 
 def test_some_ways_to_keep_a_weight(ranks):
