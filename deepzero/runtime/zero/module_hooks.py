@@ -8,6 +8,7 @@ saved-tensor hooks    while a forward pass builds its graph, autograd saves weig
                       When the backward pass asks for it, the bucket is fetched and the view is made anew. So the
                       graph holds no parameter memory, and the backward pass fetches exactly what it reads, when it
                       reads it: an embedding, whose backward pass needs no weight, is never fetched for it.
+                      ``GatheredParameters`` pushes them too.
 on demand             a use of a partitioned parameter outside its module (``F.linear(x, self.other.weight)``) reaches
                       ``PartitionedParameter.__torch_function__``, which asks here.
 

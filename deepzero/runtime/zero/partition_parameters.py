@@ -32,7 +32,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from operator import attrgetter
 from pathlib import Path
@@ -63,6 +63,7 @@ from deepzero.runtime.zero.partition_plan import is_real
 from deepzero.runtime.zero.partitioned_bucket import INIT_KEY, PartitionedBucket, ZeroParamStatus
 from deepzero.utils.dispatch import hide_from_checkpointing, outliving_pass
 from deepzero.utils.errors import ConfigError, PartitionedUseError
+from deepzero.utils.meta_device import materialize
 
 if TYPE_CHECKING:
     from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
@@ -424,7 +425,7 @@ class Init:
         # In the outermost context: what writes have made whole, and how many references to each bucket are our own.
         self._open: dict[GatheredParameters, list[int]] = {}
         if module is not None:
-            materialize(module, self)
+            materialize(module, self.comm.device, self._partition_own)
             for inside in module.modules():
                 self._partition_own(inside)
 
@@ -571,14 +572,9 @@ def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParam
     return returned[0] if returned else result  # an operation in place returns what it was given
 
 
-def _subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
+def _subclasses(cls: type[nn.Module]) -> set[type[nn.Module]]:
     """All that exist, each once."""
-    seen, stack = {cls}, [cls]
-    while stack:
-        new = [child for child in stack.pop().__subclasses__() if child not in seen]
-        seen.update(new)
-        stack += new
-        yield from new
+    return set().union(*({child} | _subclasses(child) for child in cls.__subclasses__()))
 
 
 @functools.wraps(_TO_EMPTY)
@@ -593,45 +589,6 @@ def _to_empty(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 def _new_subclass(context: Init, cls: type[nn.Module], **kwargs: Any) -> None:
     super(nn.Module, cls).__init_subclass__(**kwargs)
     context._wrap(cls)
-
-
-@torch.no_grad()
-def materialize(model: nn.Module, context: Init) -> None:
-    """Give values to parameters on the ``meta`` device, module by module, and cut them at once.
-
-    Values are those that each module's ``reset_parameters`` draws, in the order of ``model.modules()``; a module that
-    cannot make them raises a ConfigError.
-    """
-    device, advice = context.comm.device, "construct the model inside deepzero.zero.Init() instead"
-    for name, module in model.named_modules():
-        params = {key: param for key, param in module._parameters.items() if param is not None}
-        metas = {key: param for key, param in params.items() if param.is_meta}
-        whole = [key for key in params if key not in metas]
-        empty = {key: b for key, b in module._buffers.items() if b is not None and b.is_meta}
-        if not metas and not empty:
-            continue
-        reset: Any = getattr(module, "reset_parameters", None)
-        problem, meta = "", f"module {name!r} ({type(module).__name__}) is on the meta device and"
-        if not callable(reset):
-            problem = f"{meta} has no reset_parameters() to make its values; {advice}"
-        elif empty and not type(module).__module__.startswith("torch.nn"):
-            # Torch's own modules fill their buffers there (BatchNorm's); others usually make them once, in __init__.
-            problem = f"{meta} its reset_parameters() need not fill buffer {next(iter(empty))!r}; {advice}"
-        elif whole and metas:
-            problem = (
-                f"module {name!r} has {next(iter(metas))!r} on the meta device and values in {whole[0]!r}, which "
-                "reset_parameters() would overwrite; load all of its parameters, or none"
-            )
-        if problem:
-            raise ConfigError(problem)
-        for param in dict.fromkeys(metas.values()):  # each once, whatever its names
-            # The object stays the same one: optimizers and tied modules hold it.
-            made = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
-            torch.utils.swap_tensors(param, made)
-        for key, buffer in empty.items():
-            module._buffers[key] = torch.zeros_like(buffer, device=device)
-        reset()
-        context._partition_own(module)
 
 
 # ---- GatheredParameters ----------------------------------------------------------------------------------------------
@@ -667,9 +624,9 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        self.enabled, self.modifier_rank = enabled, modifier_rank
         if not enabled:
-            return
+            params = modifier_rank = fwd_module = None
+        self.modifier_rank = modifier_rank
         if isinstance(params, nn.Module):
             raise TypeError("GatheredParameters takes parameters, got a module; pass module.parameters()")
         listed = [params] if params is None or isinstance(params, Tensor) else list(params)
@@ -688,17 +645,13 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
-        if not self.enabled:
-            return
         self.gather()
         # What autograd saves from here on outlives the values: a place is kept instead, as it is inside of modules.
-        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # torch.func takes none
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]  # not in torch.func
             for hooks in dict.fromkeys(bucket.hooks for bucket in self.buckets):
                 self._pushed += hooks is not None and hooks.push_saved_tensor_hooks()
 
     def __exit__(self, error_type: Any, *_: object) -> None:
-        if not self.enabled:
-            return
         while self._pushed:
             torch._C._autograd._pop_saved_tensors_default_hooks()
             self._pushed -= 1
