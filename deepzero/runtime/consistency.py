@@ -129,7 +129,10 @@ def check_parameters(model: nn.Module) -> None:
         if param.is_inference():
             raise ConfigError(f"parameter {name!r} was made in torch.inference_mode; build the model outside of it")
         if param.is_complex() or param.dtype == torch.float64:
-            raise ConfigError(f"parameter {name!r} is {param.dtype}; deepzero trains fp32, bf16 and fp16 parameters")
+            raise ConfigError(
+                f"parameter {name!r} is {param.dtype}; deepzero takes fp32, bf16 and fp16 parameters, frozen ones too. "
+                "Cast it with .float(), a complex one with torch.view_as_real; or make it a buffer if it does not train"
+            )
         # Without bytes: one whose engine has its states on the host.
         if param.numel() and not isinstance(param, PartitionedParameter) and param.untyped_storage().nbytes():
             start, steps = param.data_ptr(), zip(param.shape, param.stride(), strict=True)
@@ -165,7 +168,7 @@ def check_modules(model: nn.Module, world_size: int, stage: int) -> None:
     """Refuse, in training, modules that reduce gradients, or write their weights: ranks would not have the same ones.
 
     Raises:
-        ConfigError: a DistributedDataParallel; an embedding with ``max_norm`` that trains on several ranks; in stage 3
+        ConfigError: a DataParallel of torch's; an embedding with ``max_norm`` that trains on several ranks; in stage 3
             any with ``max_norm``, and what ``torch.jit`` has compiled.
     """
     for name, module in model.named_modules():
@@ -174,10 +177,10 @@ def check_modules(model: nn.Module, world_size: int, stage: int) -> None:
                 f"module {name!r} is a {type(module).__name__}: stage 3 fetches weights in hooks of modules, which "
                 "torch.jit does not support. Use the module that it was made of, or zero stage 0 to 2"
             )
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, (nn.DataParallel, DistributedDataParallel)):
             raise ConfigError(
-                "model= is wrapped in DistributedDataParallel, which reduces gradients as deepzero does; pass what it "
-                "wraps (model.module)"
+                f"{f'module {name!r}' if name else 'model='} is wrapped in {type(module).__name__}, which spreads data "
+                "or adds up gradients by itself; pass what it wraps (its .module)"
             )
         writes = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and getattr(module, "max_norm", None) is not None
         if writes and (stage == 3 or (world_size > 1 and module.weight.requires_grad)):

@@ -193,8 +193,7 @@ def given_config(config: Any, config_params: Any, args: Any) -> Any:
     from_args = [getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")]
     given = [value for value in (config, config_params, *from_args) if value is not None]
     if len(given) > 1:
-        twice = "the configuration is given twice (config, config_params, args.deepspeed_config); give it once"
-        raise ConfigError(twice)
+        raise ConfigError("the settings are given twice (config, config_params, args.deepspeed_config); give them once")
     return given[0] if given else None
 
 
@@ -312,8 +311,7 @@ def _optimizer(
     given = None if model_parameters is None else list(model_parameters)
     for item in given or ():
         if not isinstance(item, (torch.Tensor, Mapping, tuple)):  # a tuple: torch's optimizers take named parameters
-            kind = type(item).__name__
-            raise ConfigError(f"model_parameters holds {kind} objects: give parameters, or groups of them")
+            raise ConfigError(f"model_parameters holds {type(item).__name__} objects: give parameters or param groups")
     if isinstance(optimizer, torch.optim.Optimizer):
         # With an optimizer object ``model_parameters`` has nothing left to say.
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -96,8 +96,7 @@ def describe(reasons: list[str], batch: BatchSizes, device: torch.device) -> str
 
 def seed_generators(device: torch.device, seed: int, step: int, micro_batch: int) -> None:
     """Seed Python's, numpy's and torch's generators, on the CPU and on ``device``, by a hash of three integers."""
-    mixed = hashlib.blake2b(f"{seed} {step} {micro_batch}".encode(), digest_size=8)
-    number = int.from_bytes(mixed.digest(), "little")
+    number = int.from_bytes(hashlib.blake2b(f"{seed} {step} {micro_batch}".encode(), digest_size=8).digest(), "little")
     random.seed(number)
     np.random.seed(number & 0xFFFFFFFF)
     torch.default_generator.manual_seed(number)  # 1 µs; torch.manual_seed notes 400 µs of where it was called from

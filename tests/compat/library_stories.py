@@ -213,8 +213,7 @@ class Story:
         model = self.model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-        batches = DataLoader(Tokens(), batch_size=2)
-        return accelerator, *accelerator.prepare(model, optimizer, batches, schedule)
+        return accelerator, *accelerator.prepare(model, optimizer, DataLoader(Tokens(), batch_size=2), schedule)
 
     def loop(self):
         """Two optimizer steps, a save, two more, a load, and the same two again."""

@@ -56,8 +56,7 @@ class Model(nn.Module):
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
     trained = [param for param in model.parameters() if param.requires_grad]
     decay, rest = ([param for param in trained if (param.dim() > 1) == matrix] for matrix in (True, False))
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-2)
+    return torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
 
 
 def settings(stage: int, precision: str) -> dict[str, Any]:

@@ -80,8 +80,7 @@ def test_folders_that_hold_no_such_checkpoint(ranks, saved, tmp_path):
     shutil.copytree(tmp_path / "lost" / "first", tmp_path / "aside" / ".replaced-0123-first")
     shutil.copytree(saved, tmp_path / "newer")
     file = tmp_path / "newer" / "second" / "manifest.json"
-    content = json.loads(file.read_text())
-    file.write_text(json.dumps({**content, "version": 2, "versions": {"deepzero": "9.1"}}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "version": 2, "versions": {"deepzero": "9.1"}}))
     file.with_name("COMMIT").write_text(hashlib.sha256(file.read_bytes()).hexdigest())
     version = "has version 2, and this deepzero reads version 1; load it with the one that wrote it (9.1)"
     ranks.run(refused, {
@@ -280,8 +279,7 @@ def test_ranks_that_disagree(rank, world, tmp_path):
 def test_numbers_of_numpys_and_torchs_in_a_config(rank, world, tmp_path):
     """They are written as Python's; what JSON has not is refused before a shard is written."""
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": np.int64(3), "warmup_max_lr": np.float32(0.5)}}
-    adam = {"type": "AdamW", "params": {"lr": torch.tensor(0.25)}}
-    engine = engine_for(world, 1, scheduler=schedule, optimizer=adam)
+    engine = engine_for(world, 1, scheduler=schedule, optimizer={"type": "AdamW", "params": {"lr": torch.tensor(0.25)}})
     with patch.object(manifest, "_by_lines", wraps=manifest._by_lines) as rendered:
         engine.save_checkpoint(tmp_path, tag="one")
     dicts = [call.args[0] for call in rendered.call_args_list if isinstance(call.args[0], dict)]

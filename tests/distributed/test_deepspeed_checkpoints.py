@@ -46,8 +46,7 @@ def engine_for(name, stage):
     with torch.no_grad():
         for tensor in (*model.parameters(), model.scale):
             tensor.mul_(3)
-    config = settings(stage, RUNS[name][1])
-    return deepzero.initialize(model=model, optimizer=optimizer_for(model), config=config)[0]
+    return deepzero.initialize(model=model, optimizer=optimizer_for(model), config=settings(stage, RUNS[name][1]))[0]
 
 
 def values(engine):

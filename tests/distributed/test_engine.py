@@ -200,10 +200,14 @@ class Chosen(nn.Module):
 def test_unused_parameters_are_named_in_one_line(rank, world, stage):
     with log_lines() as messages:
         engine = start(Chosen(), stage=stage, bucket=4, optimizer=SGD)
+        engine.module.layers[5].requires_grad_(False)  # of which the step says another thing
+        with pytest.raises(RuntimeError, match=r"layers.5.weight' was frozen"):
+            step_on(engine, torch.ones(2, 4), [0])
+        engine.module.layers[5].requires_grad_(True)
         for used in ([0], [0, 1], [1]):
             step_on(engine, torch.ones(2, 4), used)
     said = "no gradient in this backward pass, so it counts as zeros (said once): "
-    unused = ["layers.5.weight, layers.4.weight, layers.3.weight and 2 more", "layers.0.weight"]
+    unused = ["layers.4.weight, layers.3.weight, layers.2.weight and 1 more", "layers.5.weight", "layers.0.weight"]
     assert [m for m in messages if "no gradient" in m] == [[said + names for names in unused], []][rank]
 
 

@@ -307,7 +307,6 @@ def test_the_next_one_is_fetched_ahead():
     loss.backward()
     serials = list(dict.fromkeys(serial for serial, _ in order))
     assert serials == sorted(serials, reverse=True) and len(serials) == 6
-    first_asked = dict(reversed(order))
-    assert [first_asked[serial] for serial in serials] == [False] + [True] * 5
+    assert [dict(reversed(order))[serial] for serial in serials] == [False] + [True] * 5
     assert not activations._ahead
     assert ledger.traffic[ACTIVATIONS_TO_DEVICE].calls == 6

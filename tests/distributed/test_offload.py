@@ -457,8 +457,7 @@ def cut_and_trained(rank, world, remote, case):
     losses = []
     for step in range(3):
         ids, labels = (t[2 * rank : 2 * rank + 2] for t in make_batch(step, 2 * world))
-        loss = engine(ids, labels)
-        engine.backward(loss)
+        engine.backward(engine(ids, labels))
         engine.step()
         losses.append(engine.last_step.loss)
     return losses, engine.params_sha256(), asked

@@ -48,8 +48,7 @@ def extents(engine):
 
 def state_of(engine):
     optimizer = [t.clone() for state in engine.optimizer.state.values() for t in state.values()]
-    masters = [master.detach().clone() for group in engine.zero.groups for master in group.masters]
-    return optimizer + masters
+    return optimizer + [master.detach().clone() for group in engine.zero.groups for master in group.masters]
 
 
 def trained(rank, world, stage, precision, options, away):

@@ -404,8 +404,7 @@ def test_experts_in_two_forward_passes(rank, world):
 
     def two_forwards(engine, number):
         choice = (torch.arange(6) % 2 + rank + number) % 3
-        loss = engine(batch(number, rank), choice) + engine(batch(number + 10, rank), (choice + rank) % 3)
-        engine.backward(loss)
+        engine.backward(engine(batch(number, rank), choice) + engine(batch(number + 10, rank), (choice + rank) % 3))
         engine.step()
         return engine.last_step.grad_norm
 
@@ -435,8 +434,7 @@ def test_fp16_engine_after_engine(rank, world):
     model, norms = make("base"), []
     for _ in range(2):
         engine = start(model, stage=2, precision="fp16", fp16={"initial_scale_power": 4}, gradient_clipping=0.0)
-        loss = engine(batch(0, rank).half()).float()
-        loss.backward()
+        engine(batch(0, rank).half()).float().backward()
         engine.step()
         norms.append(engine.last_step.grad_norm)
         engine.destroy()

@@ -268,8 +268,7 @@ class TestAgainstDeepSpeed:
                 if "betas" in group:
                     assert mine["betas"] == pytest.approx(group["betas"], rel=1e-12), f"optimizer step {step}"
             assert ours.state_dict() == other.state_dict()
-            named_opt_rates = [group["lr"] for group in named_opt.param_groups]
-            assert named_opt_rates == [group["lr"] for group in ours_opt.param_groups]
+            assert [group["lr"] for group in named_opt.param_groups] == [group["lr"] for group in ours_opt.param_groups]
             # Flat, as approx takes no lists in a list.
             betas = [beta for pair in (kind == "OneCycle" and other.get_mom()) or [] for beta in pair]
             assert [beta for pair in named.get_mom() or [] for beta in pair] == pytest.approx(betas, rel=1e-12)

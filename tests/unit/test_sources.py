@@ -261,8 +261,7 @@ def test_stage_2_sends_what_plain_data_parallelism_sends():
 
 
 def test_accumulation_amortises_in_stage_1_alone():
-    micro_batches = {stage: sum(traffic(stage, micro_batches=4).values()) for stage in (0, 1, 2)}
-    assert micro_batches == {0: 2, 1: 2, 2: 4 + 1}
+    assert {stage: sum(traffic(stage, micro_batches=4).values()) for stage in (0, 1, 2)} == {0: 2, 1: 2, 2: 4 + 1}
     assert sizes(3, micro_batches=4).reductions == 4  # and 2 x 4 gathers: each micro-batch, as without accumulation
 
 
@@ -285,8 +284,7 @@ def test_a_root_carries_what_a_ring_shares_out():
 def test_a_rank_of_the_ring_passes_on_what_it_received():
     """N-1 different shards, each once; its own goes out once only."""
     hops = simulate([torch.ones(4) for _ in range(4)])
-    sent = [hop.sent_chunk for hop in hops if hop.phase is Phase.ALL_GATHER and hop.rank == 0]
-    assert sent == [1, 0, 3]
+    assert [hop.sent_chunk for hop in hops if hop.phase is Phase.ALL_GATHER and hop.rank == 0] == [1, 0, 3]
     assert 4 / 4 * (4 - 1) == 3 == elements_sent(4, 4, 0) / 2  # the volume is right: M (N-1)/N
 
 

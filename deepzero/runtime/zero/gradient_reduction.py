@@ -163,7 +163,7 @@ class UnreducedGradients:
                 gradients.append(_dense(grad))
             else:  # an unused parameter; every rank sends every bucket, whatever its own pass has reached
                 target.zero_()
-                if name_unused:
+                if name_unused and self.groups[g].params[slot.index].requires_grad:
                     self._unused.append(self.groups[g].names[slot.index])
         # One call copies them all, and casts. Only the list holds them now: they are freed when this returns.
         if targets:

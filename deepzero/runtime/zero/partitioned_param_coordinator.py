@@ -379,7 +379,7 @@ class PartitionedParameterCoordinator:
 
     def bucket_shown_by(self, tensor: torch.Tensor) -> PartitionedBucket | None:
         """The bucket whose present values ``tensor`` shows, gathered now or a view of what was, if any."""
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor._is_zerotensor():
             return None
         # A view of a released bucket counts too while nothing has overwritten the buffer: what autograd saves as a
         # weight must not depend on when that happens.
