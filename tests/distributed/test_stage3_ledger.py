@@ -151,8 +151,7 @@ def test_memory(ranks, world, precision):
 def test_a_limit_below_one_bucket(rank, world):
     """A module that needs more than the limit gets it, and the user a line."""
     with log_lines() as records:
-        engine = start(model(), stage=3, bucket=600, zero={**WHOLE, "stage3_max_live_parameters": 100})
-        go(engine, rank, world, 0, 2)
+        go(start(model(), stage=3, bucket=600, zero={**WHOLE, "stage3_max_live_parameters": 100}), rank, world, 0, 2)
     assert ["stage3_max_live_parameters=100" in text for text in records].count(True) == (rank == 0)
 
 
