@@ -75,7 +75,7 @@ HOPS = (
     Hop(FETCH, "ModuleHooks._pre_forward_hook.pre_forward", "its module is about to run; from here on autograd saves "
         "by `pack`, and asks by `unpack`", "self._stack.append(|for key in|if key not in|coordinator.fetch"),
     Hop(FETCH, "ModuleHooks.unpack", "the backward pass asks for what it saved; a bucket in `current` is there already",
-        "if packed.key|self.coordinator.fetch|flat = bucket|return flat"),
+        "if packed.key|self.coordinator.fetch|flat = bucket|view = flat.as"),
     Hop(FETCH, "PartitionedParameterCoordinator.fetch_sub_module", "keys: bucket numbers; planned: what the plan has "
         "for this use; live: launched, not released; current: keys of the use under way, until the next",
         "planned = |.release_s|is not None:|fetches|.launch(|nt_l|nt = fro|in keys:|LIGHT:|.wait()|ms and|.show()  #",

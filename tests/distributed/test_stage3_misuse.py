@@ -256,6 +256,20 @@ def broken_off(rank, world):
     step(engine, rank)
 
 
+def written_elsewhere(rank, world):
+    """An assignment to ``.data`` of a parameter that is whole anyway is taken over, or refused, as of another."""
+    for stage, settings in ((2, {}), (3, {"stage3_param_persistence_threshold": 100})):
+        engine = start(make("base"), stage=stage, zero=settings)
+        bias = engine.module.first.bias
+        with torch.inference_mode(), GatheredParameters(bias, modifier_rank=0):
+            bias.data = torch.full(bias.shape, 2.0 + rank, dtype=torch.float64)
+        refused = pytest.raises(ValueError, match=r"of shape \(37,\) was given \(5,\)")
+        with torch.no_grad() if rank else refused, GatheredParameters(bias, modifier_rank=0):
+            bias.data = bias.data if rank else torch.ones(5)
+        assert bias.dtype == torch.float32 and (bias == 2).all()
+        step(engine, rank)
+
+
 def stopped_by_ctrl_c(rank, world):
     """Torch calls no hook of the modules under way, which are under way no more."""
     engine = engine_of(bucket=700)
@@ -382,7 +396,7 @@ def evaluated_within(rank, world):
 
 
 CASES = [neighbours, through_data, load_on_the_way, gather_between, inference, two_engines, sparse, checkpointed_engine]
-CASES += [beside_an_open_init, mixed_meta, broken_off, stopped_by_ctrl_c]
+CASES += [beside_an_open_init, mixed_meta, broken_off, written_elsewhere, stopped_by_ctrl_c]
 CASES += [broken_off_when_gathered, gradient_of_the_input, hooks_without_a_name, a_shorter_step]
 CASES += [named_for_their_gradients, evaluated_within]
 

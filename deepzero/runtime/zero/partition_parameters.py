@@ -663,6 +663,8 @@ class GatheredParameters:
         # Before anything is launched: a rank that raised in the middle would leave the others waiting.
         for bucket in self.buckets:
             check_on_device(bucket)
+        if self.modifier_rank is not None:  # where values are written that are whole anyway
+            self._whole = {param: param.data for param in self.params if not isinstance(param, ZeroParameter)}
         # Those that the coordinator has gathered, while no module of theirs is under way, are hidden again afterwards.
         self._hidden = [bucket for bucket in self.buckets if not bucket.shown]
         # From here on the coordinator does not release them.
@@ -721,17 +723,14 @@ class GatheredParameters:
         wrong = ""
         for param in self.params:
             if not isinstance(param, ZeroParameter):
-                values = param.detach().clone()
+                values = self._whole.get(param, param.data)  # its engine may have been destroyed meanwhile
+                wrong = _take_back(param, values) or wrong
                 process_group.broadcast_tensor(values, source)
-                param.copy_(values)  # in sight of the engine, which looks at the parameter's version
+                torch.autograd.graph.increment_version(param)  # the engine looks at it, on all ranks
                 continue
             bucket, _ = param._zero.placed()
             values = bucket.value(param)
-            if param.shape != values.shape:  # the other ranks wait for values: they get what was there
-                wrong = f"{param._zero.name!r} of shape {tuple(values.shape)} was given {tuple(param.shape)}"
-            elif param.numel() and param.data_ptr() != values.data_ptr():
-                values.copy_(param.data)  # ``param.data = …`` has put it elsewhere
-            param.data = values
+            wrong = _take_back(param, values) or wrong
             # Rank ``source``'s values fill every rank's buffer, in place; then each keeps its fragment of them.
             bucket.gather.comm.broadcast(self.kinds[1], values, source)
             bucket.write(param, values.reshape(-1))
@@ -742,3 +741,17 @@ class GatheredParameters:
                 send_to_replicas(self.buckets)
         if wrong:
             raise ValueError(wrong)
+
+
+def _take_back(param: Tensor, values: Tensor) -> str:
+    """Let ``param`` be ``values`` again, where its place is, with what ``param.data = …`` has put elsewhere.
+
+    Returns what is wrong with that: the other ranks wait for values, and get what was there.
+    """
+    given, param.data = param.data, values
+    if given.shape != values.shape:
+        name = repr(param._zero.name) if hasattr(param, "_zero") else "a parameter"
+        return f"{name} of shape {tuple(values.shape)} was given {tuple(given.shape)}"
+    if given.numel() and given.data_ptr() != values.data_ptr():
+        values.copy_(given)
+    return ""
