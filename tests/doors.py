@@ -52,10 +52,8 @@ class Payload:
 
 
 def poke(port: int, evidence: Path) -> bool:
-    """As a stranger on this machine: write a pickle to whatever listens there. Returns whether it was a store.
-
-    By hand, since torch's client waits for ever for the answer of what is no store.
-    """
+    """As a stranger on this machine: write a pickle to whatever listens there. Returns whether it was a store."""
+    # By hand, since torch's client waits for ever for the answer of what is no store.
     payload = pickle.dumps(Payload(evidence))
     hello = struct.pack("=BI", 0, 0x3C85F7CE)
     writes = [b"\1" + struct.pack("=Q", len(text)) + text for text in map(str.encode, KEYS)]

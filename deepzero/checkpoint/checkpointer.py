@@ -224,10 +224,10 @@ class Checkpointer:
     def _fill(self, loader: Loader) -> None:
         """Values into tensors, and from masters into the parameters. The engine holds a mixture until all is loaded."""
         engine, zero = self.engine, self.engine.zero
-        # Everything of the state before goes first: an update on its way, what is gathered, gradients, what error
-        # feedback has kept. What comes of them later would land on the loaded values.
+        # All that is under way or kept of the state before goes first: later it would land on the loaded values.
+        with together(own_words):  # stage 3 refuses a write to what is gathered, on the rank that wrote
+            engine.before_writes()
         zero.optimizer_shard.drop_pending_update()
-        engine.before_writes()
         engine.discard_gradients()
         zero.bucket_reducer.forget()
         # What broke off in a load of weights alone, another one ends.
@@ -235,7 +235,7 @@ class Checkpointer:
         engine.state.mixture = f"{loader.reader.path} was loaded in part only"
         with engine.comm.ledger.aside(), torch.no_grad():
             loader.read()
-            masters_lie_in = engine.config.zero.offload_optimizer.nvme_path
+            masters_lie_in = engine.config.zero.offload_optimizer.nvme_path or "host memory"
             with together(lambda error: f"masters in {masters_lie_in} cannot be loaded: {own_words(error)}"):
                 if zero.offload is not None:
                     zero.offload.upload_masters()

@@ -114,8 +114,8 @@ def initialize(
         given = (optimizer, model_parameters, lr_scheduler, total_steps, training_data)
         model, chosen, lr_scheduler = _taken(problem, settings, model, *given)
         trains = not isinstance(chosen, NoOptimizer)
-        settings = _in_use(settings, optimizer is not None, trains)
-        engine = engine_class(model, chosen, settings, lr_scheduler, total_steps)
+        with torch.inference_mode(False):  # what is made here is trained
+            engine = engine_class(model, chosen, _in_use(settings, optimizer, trains), lr_scheduler, total_steps)
         if engine.global_rank == 0:
             log.info(engine.describe_bits())
         engine.collate_fn = collate_fn
@@ -136,11 +136,10 @@ def _frames(error: Exception) -> set[str]:
     return {at.f_globals.get("__name__", "").partition(".")[0] for at, _ in traceback.walk_tb(error.__traceback__)}
 
 
-def _in_use(settings: EngineConfig, given: bool, trains: bool) -> EngineConfig:
+def _in_use(settings: EngineConfig, optimizer: Any, trains: bool) -> EngineConfig:
     """Without the blocks that the engine does not go by, as an optimizer was given, or none is there."""
-    return dataclasses.replace(
-        settings, optimizer=None if given else settings.optimizer, scheduler=settings.scheduler if trains else None
-    )
+    used = settings.optimizer if optimizer is None else None
+    return dataclasses.replace(settings, optimizer=used, scheduler=settings.scheduler if trains else None)
 
 
 def _taken(

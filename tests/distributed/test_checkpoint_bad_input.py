@@ -21,7 +21,7 @@ from deepzero.comm import process_group
 from tests.distributed.checkpoints import engine_for, fingerprints, said, steps
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_checkpoint_models import two_groups
-from tests.distributed.training import SGD, TinyModel, Wide, config, log_lines, make_model, start
+from tests.distributed.training import SGD, WHOLE, TinyModel, Wide, config, log_lines, make_batch, make_model, start
 
 
 def save_two(rank, world, folder):
@@ -200,19 +200,14 @@ class Sullen:
     """Cannot be turned into anything."""
 
 
-def endless():
-    values = []
-    values.append(values)
-    return values
-
-
 @on_ranks()
 def test_client_state(rank, world, tmp_path):
-    engine = engine_for(world, 1)
+    engine, endless = engine_for(world, 1), []
+    endless.append(endless)
     bad = [
         {"a": [1, {"b": Sullen()}]}, {"f": len}, {"z": 1j}, {"s": torch.eye(3).to_sparse()},
         {"m": torch.empty(2, device="meta")}, {"o": np.array([Sullen()], dtype=object)}, {"o": np.array(["a"])},
-        {"e": endless()}, [1, 2],
+        {"e": endless}, [1, 2],
     ]  # fmt: skip
     messages = [said(engine.save_checkpoint, tmp_path, client_state=state) for state in bad]
     assert all(message is not None and message.startswith("nothing was saved. ") for message in messages)
@@ -273,6 +268,26 @@ def test_ranks_that_disagree(rank, world, tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["here", ".lock"]
     process_group.barrier()
     engine.save_checkpoint(here, tag="tag")
+
+
+@on_ranks()
+def test_a_write_on_one_rank_that_a_load_would_lose(rank, world, tmp_path):
+    """Stage 3 refuses it; all ranks raise, nothing has changed, and the next load goes well."""
+    engine = engine_for(world, 3, zero=WHOLE)
+    engine.save_checkpoint(tmp_path)
+
+    @torch.no_grad()
+    def write(head, *_):
+        if rank:
+            head.weight.mul_(2.0)
+
+    hook = engine.module.head.register_forward_hook(write)
+    engine(*make_batch(0, 2))
+    hook.remove()
+    message = said(engine.load_checkpoint, tmp_path)
+    assert "was written" in message and message.startswith("rank 1: ") == (rank == 0)
+    engine.load_checkpoint(tmp_path)
+    steps(engine, rank, world, 1)
 
 
 @on_ranks()

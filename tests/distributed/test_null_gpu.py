@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import deepzero
+from deepzero import utils
 from deepzero.checkpoint.async_save import Saver
 from deepzero.checkpoint.manifest import Entry
 from deepzero.checkpoint.shard_file import plan_shard
@@ -30,14 +31,6 @@ from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats
 from deepzero.offload.pinned_arena import ALIGN_BYTES
 from deepzero.runtime import grad_norm
 from deepzero.runtime.home_stream import HomeStream
-from deepzero.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-)
 from deepzero.utils.threads import start_thread
 from tests.distributed.null_gpu import CPU, GPU, engine_in, null_gpu
 from tests.distributed.test_offload import settings
@@ -81,13 +74,13 @@ def tour_of(rank, world, model, given):
     with deepzero.zero.GatheredParameters([weight, norm], modifier_rank=0), torch.no_grad():
         weight.mul_(0.5)
         norm.add_(0.25)
-    safe_set_full_fp32_param(weight, safe_get_full_fp32_param(weight).cpu() + 0.125)
-    safe_get_local_fp32_param(weight)
-    safe_get_full_optimizer_state(weight, "exp_avg")
+    utils.safe_set_full_fp32_param(weight, utils.safe_get_full_fp32_param(weight).cpu() + 0.125)
+    utils.safe_get_local_fp32_param(weight)
+    utils.safe_get_full_optimizer_state(weight, "exp_avg")
     for ids, labels in my_micro_batches(4, rank, world, 2, engine.batch.accumulation):
         engine.backward(engine(ids.to(engine.device), labels.to(engine.device)))
         if engine.is_gradient_accumulation_boundary():
-            safe_set_full_grad(weight, safe_get_full_grad(weight) * 0.5)
+            utils.safe_set_full_grad(weight, utils.safe_get_full_grad(weight) * 0.5)
         engine.step()
     engine.offload_states(pin_memory=rank == 0)
     engine.reload_states()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import deepzero
+from deepzero import utils
 from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.config.run import ModelConfig
 from deepzero.config.strict import ConfigError
@@ -17,13 +18,6 @@ from deepzero.models.gpt import GPT
 from deepzero.offload import cpu_adam
 from deepzero.offload.adam_kernels import ChunkedAdam
 from deepzero.offload.optimizer_offload import MOMENTS
-from deepzero.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-)
 from deepzero.zero import Init
 from tests.distributed.pool import on_ranks, sampled
 from tests.distributed.training import (
@@ -242,13 +236,13 @@ def look_inside(rank, world, case):
     go(engine, rank, world, 0, 2)
     engine.backward(engine(*my_micro_batches(2, rank, world, engine.batch.micro_batch, 1)[0]))
     param = engine.module.blocks[0][1].weight
-    grad = safe_get_full_grad(param)
-    safe_set_full_grad(param, grad * 2)
-    doubled = safe_get_full_grad(param)
+    grad = utils.safe_get_full_grad(param)
+    utils.safe_set_full_grad(param, grad * 2)
+    doubled = utils.safe_get_full_grad(param)
     engine.step()
-    master = safe_get_full_fp32_param(param)
-    moment = safe_get_full_optimizer_state(param, "exp_avg")
-    safe_set_full_fp32_param(param, master + 1)
+    master = utils.safe_get_full_fp32_param(param)
+    moment = utils.safe_get_full_optimizer_state(param, "exp_avg")
+    utils.safe_set_full_fp32_param(param, master + 1)
     with deepzero.zero.GatheredParameters(param):
         shown = param.detach().clone()
     go(engine, rank, world, 3, 4)

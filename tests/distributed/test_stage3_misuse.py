@@ -169,12 +169,14 @@ def gather_between(rank, world):
 
 
 def inference(rank, world):
-    """Buffers that are first made in inference mode serve training too."""
-    engine = engine_of(bucket=700)
+    """What is first made in inference mode serves training too: an engine, its buffers, what its end makes."""
+    engine = torch.inference_mode()(start)(make("base"), stage=3, zero=WHOLE, bucket=700)
     for number in range(3):
         with torch.inference_mode():
             engine(batch(number, rank))
         step(engine, rank, number)
+    torch.inference_mode()(engine.destroy)()
+    engine.module(batch(3, rank)).backward()
 
 
 def two_engines(rank, world):

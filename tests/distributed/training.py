@@ -211,10 +211,7 @@ def go(engine: deepzero.Engine, rank: int, world: int, first: int, last: int) ->
 
 
 def same_in_stages_2_and_3(make: Any, step: Any, steps: int = 3, **changes: Any) -> None:
-    """Check that ``step(engine, number)`` shows the same in stage 2 and in stage 3, and leaves the same bits.
-
-    ``make(stage)`` makes the model; in stage 3 every parameter is partitioned.
-    """
+    """``step`` shows the same, and leaves the same bits, in stage 2 and in stage 3 with all parameters partitioned."""
     outcomes = []
     for stage in (2, 3):
         torch.manual_seed(0)

@@ -140,10 +140,8 @@ def numbers(tiny, cwd, name, *words):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_simulated_streams_find_nothing_and_blocks_can_be_compiled(tiny, tmp_path):
-    """Streams change nothing but the norm's last bit, by which gradients are clipped; the compiler only rounds.
-
-    Validation, sampling and checkpointing of activations are among it.
-    """
+    """Streams change nothing but the norm's last bit, by which gradients are clipped; the compiler only rounds."""
+    # Validation, sampling and checkpointing of activations are among it.
     plain = numbers(tiny, tmp_path, "plain")
     assert numbers(tiny, tmp_path, "streams", "debug=streams") == pytest.approx(plain, rel=1e-6)
     if reason := why_not_compiled():

@@ -244,7 +244,7 @@ def _all_gather_params(buckets: Sequence[PartitionedBucket], kind: str) -> None:
             bucket.wait()
 
 
-@torch.no_grad()
+@outliving_pass()
 def unpartition(param: ZeroParameter) -> None:
     """A plain parameter again, with its values. A collective, unless its bucket is gathered."""
     bucket, _ = param._zero.placed()

@@ -123,7 +123,7 @@ class PartitionedBucket:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     # ---- NOT_AVAILABLE → INFLIGHT → AVAILABLE → NOT_AVAILABLE --------------------------------------------------------
-    # What is made here outlives the pass under way, which may be one of inference: callers are in ``outliving_pass``.
+    # What is made here outlives the pass under way, perhaps one of inference: all but release is in ``outliving_pass``.
 
     def launch(self, kind: str, exact: bool = True) -> None:
         """NOT_AVAILABLE → INFLIGHT: take a buffer and launch the all-gather, ``kind`` in the ledger, into it.
