@@ -19,7 +19,7 @@ from deepzero.health import desync_watchdog, hang_report
 from deepzero.health.hang_report import RollCall
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_divergence import communicator, joined, one_exchange
-from tests.distributed.training import make_model, my_micro_batches, start
+from tests.distributed.training import make_model, my_micro_batches, start, step_from
 
 
 class Ranks:
@@ -162,8 +162,7 @@ def come_when_missed(rank, world, missing):
                 if rank == missing and step == 1:
                     while sum((StoreMailbox(c).get("said") or "").count("waiting for") for c in channels) < 2:
                         time.sleep(0.02)
-                engine.backward(loss)
-                engine.step()
+                step_from(engine, loss)
         return posts.getvalue()
 
 

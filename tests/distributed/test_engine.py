@@ -27,6 +27,7 @@ from tests.distributed.training import (
     my_micro_batches,
     one_step,
     start,
+    step_from,
     step_on,
 )
 
@@ -38,8 +39,7 @@ def test_fp16_overflow_on_one_rank_skips_on_all(rank, world, stage):
     records, hashes = [], []
     for step in range(6):
         loss = engine(*my_micro_batches(step, rank, world, 2, 1)[0])
-        engine.backward(loss * (math.inf if step == 2 and rank == 1 else 1.0))
-        engine.step()
+        step_from(engine, loss * (math.inf if step == 2 and rank == 1 else 1.0))
         records.append(engine.last_step)
         hashes.append(engine.params_sha256())
     assert [r.skipped for r in records] == [False, False, True, False, False, False]
@@ -141,8 +141,7 @@ def test_frozen_unused_scalar_tied_and_used_on_one_rank(rank, world):
         model = engine.module
         frozen, unused = model.frozen.weight.clone(), model.unused.weight.clone()
         for step in range(3):
-            engine.backward(engine(*my_micro_batches(step, rank, world, 2, 1)[0], extra=rank == 0)["loss"])
-            engine.step()
+            step_from(engine, engine(*my_micro_batches(step, rank, world, 2, 1)[0], extra=rank == 0)["loss"])
         assert torch.equal(frozen, model.frozen.weight) and torch.equal(unused, model.unused.weight)
         assert model.tiny.head.weight is model.tiny.embed.weight
         # Mean over three ranks of a gradient of 1 on one of them, three steps of 0.1.
@@ -235,8 +234,7 @@ def test_parameter_groups(rank, world):
 def test_more_ranks_than_elements(rank, world, stage):
     engine = start(nn.Linear(1, 1, bias=False), stage=stage, optimizer=SGD, train_micro_batch_size_per_gpu=1)
     initial = engine.module.weight.item()
-    engine.backward(engine(torch.tensor([[float(rank + 1)]])).sum())
-    engine.step()
+    step_from(engine, engine(torch.tensor([[float(rank + 1)]])).sum())
     assert engine.last_step.grad_norm == 2.5
     assert engine.module.weight.item() == pytest.approx(initial - 0.1 * 0.5)  # clipped to 0.5
 
@@ -324,8 +322,7 @@ def test_a_graph_of_before_the_step_raises(rank, world, stage):
             engine = start(make_model(), stage=stage, precision=precision, zero=zero, optimizer=SGD, **scale)
             old = engine(*make_batch(0, 2))
             if scale:  # an overflow
-                engine.backward(engine(*make_batch(0, 2)) * math.inf)
-                engine.step()
+                step_from(engine, engine(*make_batch(0, 2)) * math.inf)
                 engine.backward(old, retain_graph=True)
                 engine.backward(old, retain_graph=True)
             step_on(engine, *make_batch(1, 2))

@@ -34,6 +34,7 @@ from tests.distributed.training import (
     one_step,
     scripted,
     start,
+    step_from,
     step_on,
 )
 
@@ -79,8 +80,7 @@ def test_what_trains_in_no_group_computes_in_the_same_precision(rank, world):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         settings = config(stage=stage, precision="bf16")
         engine, *_ = deepzero.initialize(model=model, model_parameters=model[0].parameters(), config=settings)
-        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).sum())
-        engine.step()
+        step_from(engine, engine(torch.ones(2, 4, dtype=torch.bfloat16)).sum())
         assert engine.was_step_applied() and model[1].weight.dtype == torch.bfloat16
 
 
@@ -470,8 +470,7 @@ def test_front_door(rank, world):
     seen = []
     for x, index in loader:
         seen += index.tolist()
-        engine.backward(engine(x.bfloat16()).float().mean())
-        engine.step()
+        step_from(engine, engine(x.bfloat16()).float().mean())
         assert engine.was_step_applied()
     assert engine.global_steps == len(loader) and engine.global_samples == 12
     assert model.weight.dtype == torch.bfloat16 and engine.get_lr()[0] > 0
@@ -490,8 +489,7 @@ def test_a_smaller_last_batch(rank, world, stage):
         seen = []
         for x, index in loader:
             seen.append(len(index))
-            engine.backward(engine(x).mean())
-            engine.step()
+            step_from(engine, engine(x).mean())
             assert engine.was_step_applied()
         assert seen == sizes and len(loader) == len(sizes) == engine.global_steps
         check_alike(engine.params_sha256())

@@ -26,6 +26,7 @@ from tests.distributed.training import (
     my_micro_batches,
     one_step,
     start,
+    step_from,
     step_on,
 )
 
@@ -306,8 +307,7 @@ def test_half_a_pass_is_not_forgotten_by_the_next_one(rank, world, stage, by_eng
         with pytest.raises(RuntimeError, match=r"backward pass broke off .* call engine.discard_gradients"):
             refused()
     engine.discard_gradients()
-    engine.backward(engine(torch.ones(1, 3)).sum())
-    engine.step()
+    step_from(engine, engine(torch.ones(1, 3)).sum())
     assert engine.last_step.grad_norm > 0
 
 
@@ -470,8 +470,7 @@ def test_gradient_penalty(rank, world, stage):
     torch.manual_seed(0)
     engine = start(Energy(), stage=stage, optimizer=SGD, gradient_clipping=0)
     loss = loss_of(engine, rank)
-    engine.backward(loss)
-    engine.step()
+    step_from(engine, loss)
     assert engine.last_step.loss == pytest.approx(mean.item()) and engine.last_step.grad_norm == pytest.approx(norm)
     assert loss.item() == pytest.approx(losses[rank].item())
 
@@ -487,8 +486,7 @@ def test_a_nan_loss_is_no_overflow_for_ever(rank, world, stage, scale):
         for step in range(1, 20):
             # Four bad steps and a good one in between are an accident; five in a row are not.
             bad = rank == 1 and step != 5
-            engine.backward(engine(*my_micro_batches(step, rank, world, 2, 1)[0]) * (math.nan if bad else 1.0))
-            engine.step()
+            step_from(engine, engine(*my_micro_batches(step, rank, world, 2, 1)[0]) * (math.nan if bad else 1.0))
     assert (step, engine.params_sha256() != kept, engine.skipped_steps) == (10, True, 8)
     text = str(error.value)
     assert text.startswith("step 11: the loss is not finite (nan on rank 1), in 5 optimizer steps in a row")

@@ -8,7 +8,7 @@ from torch import nn
 import deepzero
 from deepzero.runtime.quantization_monitor import METER
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import as_predicted, config, log_lines
+from tests.distributed.training import as_predicted, config, log_lines, step_from
 
 SIZE = 128
 LAYERS = 4
@@ -48,8 +48,7 @@ def run(rank, world, given, outlier, steps):
         generator, seen = torch.Generator().manual_seed(rank), []
         for _ in range(steps):
             x = torch.randn(8, SIZE, generator=generator).bfloat16() / SIZE
-            engine.backward(engine(x).float().square().mean())
-            engine.step()
+            step_from(engine, engine(x).float().square().mean())
             same = {name: value for name, value in engine.step_metrics().items() if not name.startswith("comm/")}
             seen.append((same, engine.quantization_report()))
     return seen, messages, engine.report(), engine.params_sha256()
@@ -117,8 +116,7 @@ def test_a_skipped_step_is_measured_later(rank, world):
     engine, *_ = deepzero.initialize(model=model(), config=given)
     skipped, decided = [], []
     for _ in range(32):
-        engine.backward(engine(torch.ones(4, SIZE).half() / SIZE).float().square().mean())
-        engine.step()
+        step_from(engine, engine(torch.ones(4, SIZE).half() / SIZE).float().square().mean())
         skipped.append(engine.last_step.skipped)
         decided.append(len(engine.quantization_report()["unquantized"]))
     first = skipped.index(False)
@@ -132,8 +130,7 @@ def test_the_account_of_the_steps_after_a_stop(rank, world):
     given = settings(zero, block_size=2048, meter_every=2, min_gradient_snr_db=1000.0)
     engine, *_ = deepzero.initialize(model=model(100.0), config=given)
     for step in range(4):
-        engine.backward(engine(torch.ones(4, SIZE).bfloat16() / SIZE).float().square().mean())
-        engine.step()
+        step_from(engine, engine(torch.ones(4, SIZE).bfloat16() / SIZE).float().square().mean())
         if step:  # that in which buckets have just been stopped, and the next ones
             as_predicted(engine.report()["communication"])
     unquantized = engine.quantization_report()["unquantized"]

@@ -32,6 +32,7 @@ from tests.distributed.training import (
     config,
     my_micro_batches,
     one_step,
+    step_from,
 )
 
 EVERYTHING = {"cpu_checkpointing": True, "cpu_checkpointing_min_bytes": 1}
@@ -72,8 +73,7 @@ def test_states_away_between_the_passes(rank, world, stage):
             if away:
                 engine.offload_states()
                 engine.reload_states()
-            engine.backward(loss)
-            engine.step()
+            step_from(engine, loss)
         results.append(engine.params_sha256())
     assert results[0] == results[1]
 
@@ -109,8 +109,7 @@ def test_weights_of_stage_3_are_not_copied(rank, world):
     numels = {p.numel() for name, p in engine.module.named_parameters() if p.dim() == 2}
     parked = [p.nbytes // 4 for p in engine.callbacks.around_forward[-1].__self__._parked.values()]
     assert numels.isdisjoint(parked) and len(parked) > 5
-    engine.backward(loss)
-    engine.step()
+    step_from(engine, loss)
 
 
 @on_ranks()

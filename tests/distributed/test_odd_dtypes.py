@@ -8,7 +8,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 import deepzero
 from deepzero.config.strict import ConfigError
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import config, scripted, start, step_on
+from tests.distributed.training import config, scripted, start, step_from, step_on
 
 NAMES = [
     *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bits8", "bits16"),
@@ -122,8 +122,7 @@ def test_buffers_that_torch_wants_in_the_dtype_of_weights(rank, world, tmp_path,
 def test_a_scripted_part(rank, world):
     model = nn.Sequential(scripted(nn.Linear(4, 4)), scripted(nn.BatchNorm1d(4)), nn.BatchNorm1d(4, affine=False))
     engine = start(model, stage=1, precision="bf16")
-    engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).square().sum())
-    engine.step()
+    step_from(engine, engine(torch.ones(2, 4, dtype=torch.bfloat16)).square().sum())
     assert engine.was_step_applied()
     assert (model[1].running_mean.dtype, model[2].running_mean.dtype) == (torch.bfloat16, torch.float32)
 

@@ -30,6 +30,7 @@ from tests.distributed.training import (
     make_batch,
     make_model,
     my_micro_batches,
+    step_from,
 )
 
 STEPS = 3
@@ -134,8 +135,7 @@ def test_a_model_in_another_memory_format(rank, world):
         model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 1))
         engine = built(settings(2, ratio), model.to(memory_format=torch.channels_last))
         for step in range(2):
-            engine.backward(engine(torch.full((2, 3, 4, 4), step + 0.5)).square().mean())
-            engine.step()
+            step_from(engine, engine(torch.full((2, 3, 4, 4), step + 0.5)).square().mean())
         found.append(engine.params_sha256())
         torch.manual_seed(0)
     assert found[0] == found[1]
@@ -451,8 +451,7 @@ def cut_and_trained(rank, world, remote, case):
     losses = []
     for step in range(3):
         ids, labels = (t[2 * rank : 2 * rank + 2] for t in make_batch(step, 2 * world))
-        engine.backward(engine(ids, labels))
-        engine.step()
+        step_from(engine, engine(ids, labels))
         losses.append(engine.last_step.loss)
     return losses, engine.params_sha256(), asked
 

@@ -15,7 +15,7 @@ from deepzero.offload import offload_states
 from deepzero.offload.offload_states import HOST_STATES, STATES, STATES_TO_DEVICE, STATES_TO_HOST, StatesOffloadedError
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 from tests.distributed.pool import on_ranks, sampled
-from tests.distributed.training import WHOLE, built, config, make_model, my_micro_batches, one_step
+from tests.distributed.training import WHOLE, built, config, make_model, my_micro_batches, one_step, step_from
 
 EXHAUSTIVE = pytest.mark.exhaustive
 ALL = sampled([(1, "fp32"), (3, "bf16")], (0, 1, 2, 3), ("fp32", "bf16"))
@@ -170,8 +170,7 @@ def test_what_is_away_is_missed(rank, world, tmp_path, stage, precision):
     engine.offload_states()  # it is away already
     engine.reload_states()
     engine.reload_states()
-    engine.backward(loss)
-    engine.step()
+    step_from(engine, loss)
     # The optimizer's state alone: the model can be used, and be trained up to the step.
     engine.offload_states(include=["optim_states"])
     engine.params_sha256()

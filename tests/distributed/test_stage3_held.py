@@ -13,7 +13,7 @@ import deepzero
 from deepzero.zero import GatheredParameters
 from tests.distributed.pool import on_ranks
 from tests.distributed.random_models import Part, RandomModel, Recipe, calm, plain_settings, trained
-from tests.distributed.training import WHOLE, config, same_in_stages_2_and_3, start, step_on
+from tests.distributed.training import WHOLE, config, same_in_stages_2_and_3, start, step_from, step_on
 from tests.distributed.weight_uses import CHECKPOINTINGS, USES, WIDTH
 
 FROZEN = (1.0, 0.5, 0.0)
@@ -60,8 +60,7 @@ def test_values_show_inside_a_pass_only_and_what_is_kept_stays(rank, world):
         layer.weight.sum()
     with pytest.raises(deepzero.zero.PartitionedUseError, match="partitioned"):
         layer.weight.sum()
-    engine.backward(loss)
-    engine.step()
+    step_from(engine, loss)
     hook.remove()
     for step in range(2):
         step_on(engine, batch(step, rank))

@@ -9,7 +9,7 @@ import torch
 import deepzero
 from deepzero import zero
 from tests.distributed.pool import on_ranks, sampled
-from tests.distributed.training import check_alike, config
+from tests.distributed.training import check_alike, config, step_from
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -75,8 +75,7 @@ def test_same_bits(rank, world, kind, precision):
             inputs = batch(kind, step, rank)
             if precision == "bf16" and "pixel_values" in inputs:
                 inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
-            engine.backward(engine(**inputs).loss)
-            engine.step()
+            step_from(engine, engine(**inputs).loss)
             losses.append((engine.last_step.loss, engine.last_step.grad_norm))
         outcomes.append((losses, engine.params_sha256()))
     assert outcomes == [outcomes[0]] * 3

@@ -1,6 +1,7 @@
 """What users do to partitioned parameters that they should not, or that is rare: it works, or it raises and goes on."""
 
 from functools import partial
+from operator import methodcaller
 from unittest import mock
 
 import pytest
@@ -19,11 +20,11 @@ from deepzero.runtime.zero.partition_parameters import ZeroParameter
 from deepzero.zero import GatheredParameters, PartitionedUseError
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_stage3_models import Base, Moe, Unused, batch, make
-from tests.distributed.training import WHOLE, config, same_in_stages_2_and_3, start, step_on
+from tests.distributed.training import WHOLE, config, same_in_stages_2_and_3, start, step_from, step_on
 
 
-def engine_of(frozen=False, **changes):
-    model = make("base")
+def engine_of(frozen=False, kind="base", **changes):
+    model = make(kind)
     model.second.weight.requires_grad_(not frozen)
     changes.setdefault("bucket", 10**6)  # everything in one bucket
     return start(model, stage=3, zero=WHOLE, **changes)
@@ -164,8 +165,7 @@ def gather_between(rank, world):
         engine.params_sha256()
         with GatheredParameters(engine.module.parameters()):
             pass
-        engine.backward(loss)
-        engine.step()
+        step_from(engine, loss)
 
 
 def inference(rank, world):
@@ -226,8 +226,7 @@ def sparse(rank, world):
 
 def checkpointed_engine(rank, world):
     def checkpointed_step(engine, number):
-        engine.backward(checkpoint(engine, batch(number, rank), use_reentrant=False))
-        engine.step()
+        step_from(engine, checkpoint(engine, batch(number, rank), use_reentrant=False))
         return engine.last_step.grad_norm
 
     same_in_stages_2_and_3(lambda stage: make("base"), checkpointed_step)
@@ -324,28 +323,30 @@ def gradient_of_the_input(rank, world):
     assert not said.called, said.call_args
 
 
-class Twice:
-    """A saved-tensor hook without a name."""
-
-    def __call__(self, tensor):
-        return tensor.clone()
-
-
 def hooks_without_a_name(rank, world):
     """Somebody's saved-tensor hooks may be any callables."""
 
     def hooked_step(engine, number):
-        with torch.autograd.graph.saved_tensors_hooks(partial(torch.clone), Twice()):
+        with torch.autograd.graph.saved_tensors_hooks(partial(torch.clone), methodcaller("clone")):
             return step(engine, rank, number)
 
     same_in_stages_2_and_3(lambda stage: make("base"), hooked_step)
 
 
+class Sensitive(Base):
+    def forward(self, x):
+        with torch.enable_grad():
+            loss = super().forward(x.requires_grad_())
+        return loss if torch.is_grad_enabled() else torch.autograd.grad(loss, x)
+
+
 def a_shorter_step(rank, world):
-    """A step that ends before its plan does makes another plan; what is said of later steps follows that one."""
-    engine = engine_of(bucket=700)
+    """A step that ends before its plan makes another, and predictions follow it; evaluations are no part of them."""
+    engine = start(Sensitive(), stage=3, bucket=700, zero=WHOLE)
     for number in range(4):
         engine.backward(engine(batch(number, rank)))
+        with torch.no_grad():
+            engine(batch(99, rank))
         if number < 2:
             engine(batch(number, rank))
         engine.step()
@@ -387,8 +388,7 @@ def evaluated_within(rank, world):
             evaluate()
             loss = engine(micro_batch)
             evaluate()
-            engine.backward(loss)
-            engine.step()
+            step_from(engine, loss)
         return engine.last_step.loss, engine.last_step.grad_norm
 
     for odd in (0, 1):
@@ -397,10 +397,26 @@ def evaluated_within(rank, world):
             same_in_stages_2_and_3(lambda stage: make("outside"), partial(evaluated_step, odd), 4, **how)
 
 
+def evaluated_in_vain(rank, world):
+    """An evaluation that ends in an error, on one rank alone too, leaves the step and its plan as they were."""
+    spoil = lambda table, *_: table.values.fill_(5.0)
+    engine, healthy = (engine_of(kind="outside", bucket=700) for _ in range(2))
+    interrupt = mock.Mock(side_effect=KeyboardInterrupt)
+    for number, spoils in enumerate([None, None, spoil if rank == 0 else None, interrupt]):
+        loss = engine(batch(number, rank))
+        handle = engine.module.table.register_forward_hook(spoils or (lambda *_: None))
+        with pytest.raises((PartitionedUseError, KeyboardInterrupt)) if spoils else torch.no_grad(), torch.no_grad():
+            engine(batch(99, rank))
+        handle.remove()
+        step_from(engine, loss)
+        assert step(healthy, rank, number) == (engine.last_step.loss, engine.last_step.grad_norm)
+    assert engine.stage.coordinator.training.dropped == 0
+
+
 CASES = [neighbours, through_data, load_on_the_way, gather_between, inference, two_engines, sparse, checkpointed_engine]
 CASES += [beside_an_open_init, mixed_meta, broken_off, written_elsewhere, stopped_by_ctrl_c]
 CASES += [broken_off_when_gathered, gradient_of_the_input, hooks_without_a_name, a_shorter_step]
-CASES += [named_for_their_gradients, evaluated_within]
+CASES += [named_for_their_gradients, evaluated_within, evaluated_in_vain]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -420,8 +436,7 @@ def test_experts_in_two_forward_passes(rank, world):
 
     def two_forwards(engine, number):
         choice = (torch.arange(6) % 2 + rank + number) % 3
-        engine.backward(engine(batch(number, rank), choice) + engine(batch(number + 10, rank), (choice + rank) % 3))
-        engine.step()
+        step_from(engine, engine(batch(number, rank), choice) + engine(batch(number + 10, rank), (choice + rank) % 3))
         return engine.last_step.grad_norm
 
     same_in_stages_2_and_3(experts, two_forwards, 4, overlap=True)

@@ -18,7 +18,7 @@ import deepzero
 from deepzero import zero
 from deepzero.utils.compile import is_compiled
 from tests.distributed.pool import on_ranks, sampled
-from tests.distributed.training import WHOLE, check_alike, config, same_in_stages_2_and_3, start, step_on
+from tests.distributed.training import WHOLE, check_alike, config, same_in_stages_2_and_3, start, step_from, step_on
 
 WIDTH = 24
 
@@ -117,8 +117,7 @@ def check(rank, kind, precision, forwards=1):
             dtype = torch.bfloat16 if precision == "bf16" else torch.float32
             inputs = [batch(step + 10 * k, rank).to(dtype) for k in range(forwards)]
             outputs = [engine(x) for x in inputs]
-            engine.backward(sum((out.loss if isinstance(out, Output) else out).float() for out in outputs))
-            engine.step()
+            step_from(engine, sum((out.loss if isinstance(out, Output) else out).float() for out in outputs))
             seen.append((engine.last_step.loss, engine.last_step.grad_norm))
         outcomes.append((seen, engine.params_sha256()))
         assert one["zero_optimization"]["stage"] == 2 or engine.stage.coordinator.training.dropped == 0

@@ -10,7 +10,7 @@ from torch import nn
 from deepzero.comm.ledger import SECONDARY
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD, TO_REPLICAS
 from tests.distributed.pool import on_ranks, sampled
-from tests.distributed.training import WHOLE, as_predicted, built, check_same_bits, config, train_each
+from tests.distributed.training import WHOLE, as_predicted, built, check_same_bits, config, step_from, train_each
 
 ALL = {
     "stage3_param_persistence_threshold": 0, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
@@ -80,8 +80,7 @@ def accounts(rank, world, layers, cases, per_node=2, **more):
         engine = built(settings({**WHOLE, "stage3_max_reuse_distance": 0, **zero}, per_node, **more), layers)
         x = torch.ones(2, engine.module[0].in_features).bfloat16()
         for _ in range(3 * engine.batch.accumulation):
-            engine.backward(engine(x).float().square().mean())
-            engine.step()
+            step_from(engine, engine(x).float().square().mean())
         found[name] = engine.report()
         as_predicted(found[name]["communication"])
     return found

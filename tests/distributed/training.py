@@ -194,7 +194,11 @@ def built(settings: dict[str, Any], model: Any = make_model, **given: Any) -> de
 
 
 def step_on(engine: deepzero.Engine, *batch: Any) -> None:
-    engine.backward(engine(*batch))
+    step_from(engine, engine(*batch))
+
+
+def step_from(engine: deepzero.Engine, loss: torch.Tensor) -> None:
+    engine.backward(loss)
     engine.step()
 
 

@@ -166,10 +166,6 @@ class ModuleHooks:
                 return
             trail.position = after[in_backward()]  # for the messages of ranks that fall apart
             self._leave()
-            # The outermost module has ended: after an evaluation nothing stays gathered.
-            if not self._stack:
-                with hide_from_checkpointing():
-                    self.coordinator.end_forward()
 
         return post_forward
 
@@ -177,7 +173,7 @@ class ModuleHooks:
         """The buckets of a module's own parameters, and of those registered for it."""
         return keys_of([*params, *(p for p in external if isinstance(p, ZeroParameter))])
 
-    def _leave(self) -> None:
+    def _leave(self, broken_off: bool = False) -> None:
         _, pushed = self._stack.pop()
         if pushed:
             torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -185,6 +181,7 @@ class ModuleHooks:
         if not self._stack:
             with hide_from_checkpointing():
                 self.coordinator.hide_all()
+                self.coordinator.end_forward(broken_off)
 
     def _count_leaf_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A leaf module: its gradients are complete, whatever of it ran, when its input has its gradient."""
@@ -220,7 +217,7 @@ class ModuleHooks:
     def reset(self) -> None:
         """After an exception in a forward pass, should a hook have been skipped."""
         while self._stack:
-            self._leave()
+            self._leave(broken_off=True)
 
     @contextmanager
     def unwinding(self) -> Iterator[None]:

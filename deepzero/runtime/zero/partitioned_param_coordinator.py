@@ -62,14 +62,14 @@ class ModuleTrace:
         self.plan: FetchPlan | None = None
         # Of the use under way; -1 before the first.
         self.position = -1
-        # Keys that an evaluation in between has released, until the plan does: their second gather is counted apart.
+        # Training's keys that an evaluation has released, until the plan does: their second gather is counted apart.
         self.evicted: set[int] = set()
         self.interrupted: frozenset[int] = frozenset()  # keys of the use that an evaluation has interrupted
         self.dropped = 0
 
     def advance(self, use: ModuleUse) -> ModuleUse | None:
         """The next use. Returns the plan's, which says what happens at it; None while recording."""
-        if self.interrupted and self.interrupted.issuperset(use.keys) and not use.on_demand:
+        if self.interrupted.issuperset(use.keys) and not use.on_demand:
             return NOTHING_PLANNED  # it goes on: without the evaluation there would have been no new use
         following = self.position + 1
         if self.plan is not None:
@@ -190,23 +190,26 @@ class PartitionedParameterCoordinator:
             self._switch(self.evaluation)
             self._trace.reset()
 
-    def end_forward(self) -> None:
-        """The outermost module is left; after an evaluation nothing is kept."""
+    def end_forward(self, broken_off: bool) -> None:
+        """The outermost module is left; after an evaluation nothing is kept. ``broken_off``: its plan stays."""
         if in_backward():
             self._recomputing = 0
         elif self._trace is self.evaluation:
-            changed = self._trace.close()
-            self.release_all()
-            if changed:
-                self._plans_changed()
-            if self.training.position < 0:
-                self.pool.end_step()
-            self._switch(self.training)  # a backward pass that comes next tells nobody that it begins
+            changed = not broken_off and self._trace.close()
+            try:
+                self.release_all(discard=broken_off)
+            finally:  # a parameter was written: on the other ranks the evaluation ends all the same
+                if changed:
+                    self._plans_changed()
+                if self.training.position < 0:
+                    self.pool.end_step()
+                self._switch(self.training)  # a backward pass that comes next tells nobody that it begins
 
     def _switch(self, trace: ModuleTrace) -> None:
         if trace is not self._trace:
             self._trace.interrupted = self.current or self._trace.interrupted
-            self._trace.evicted.update(self.live)
+            if trace is self.evaluation:
+                self.training.evicted.update(self.live)
             self._trace, self.current = trace, frozenset()
 
     @outliving_pass()  # once, around all that happens to buckets
@@ -227,8 +230,8 @@ class PartitionedParameterCoordinator:
                 self.buckets[key].show()
             return
         if on_demand or self._trace.interrupted.issuperset(keys):
-            # The module's own buckets stay gathered, too. ``current`` stays as it is: the module's next use is
-            # compared with its own buckets.
+            # With a use on demand the module's own buckets stay gathered; with one that goes on behind an evaluation
+            # all of its buckets come back, so that the modules that follow in it make no new use.
             keys = tuple(sorted(self.current.union(self._trace.interrupted, keys)))
         use, planned = self._note_use(keys, where, on_demand)
         ahead = self.adopt_ahead(use) if self._trace is self.training else ()
@@ -241,7 +244,7 @@ class PartitionedParameterCoordinator:
             fetches += [(key, backward, "prefetch") for key, backward in planned.prefetch if key not in self.live]
         for key, backward, note in fetches:
             bucket = self.buckets[key]
-            kind = BACKWARD if backward else FORWARD if self._trace is self.training else EVALUATION
+            kind = EVALUATION if self._trace is self.evaluation else BACKWARD if backward else FORWARD
             self.comm.ledger.note("fetch", f"{note} at {where}" if note else where, bucket.gather.where)
             if bucket.status is ZeroParamStatus.NOT_AVAILABLE:  # else GatheredParameters has it
                 # What was launched ahead, or before an evaluation, and released since, is counted already.
@@ -250,7 +253,7 @@ class PartitionedParameterCoordinator:
                     bucket.launch(kind, exact=False)
                 use.fetch += (key,)
             self.count_live(key, where)
-        if not on_demand:
+        if not on_demand:  # what the module uses next is compared with its own buckets
             self.current = frozenset(keys)
             self._trace.interrupted = frozenset()
         # All is launched before anything is waited for: while this rank waits, and then computes, the next ones travel.
