@@ -113,7 +113,7 @@ class DeepSpeedEngine(EngineGetters):
         """Clear ``.grad`` of the model's parameters, where no gradient of the step under way is: as DeepSpeed's.
 
         It drops the step's sums where the script itself accumulates, in a step with :meth:`no_sync`, and where others'
-        passes alone have left gradients, as a GAN's generator in its discriminator. Micro-batches stay counted.
+        passes alone (a GAN's generator's, the script's own loss.backward()) have left them. Micro-batches stay counted.
         """
         self.module.zero_grad(set_to_none)
         foreign = self.passes.count > 0 and not self.passes.own and self.micro_steps % self.batch.accumulation == 0

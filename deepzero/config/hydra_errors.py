@@ -17,9 +17,7 @@ FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 
 
 def check_words(words: Sequence[str], configs: Path) -> None:
-    """Raise a ConfigError for a key that is given twice, a group of ``configs`` that gets a number or is left out, or a
-    run folder that is a file or nameless: the first among ``words``, where Hydra's flags are its affair.
-    """
+    """Raise a ConfigError for the first of ``words`` that Hydra would take silently, or answer with a traceback."""
     given: dict[str, str] = {}
     groups = {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in configs.iterdir()}
     for word in words:
@@ -31,6 +29,8 @@ def check_words(words: Sequence[str], configs: Path) -> None:
             raise ConfigError(f"{word}: every run has a choice of {key}: write {key}=CHOICE, of {', '.join(choices)}")
         if word.startswith("-") or "=" not in word:
             continue
+        if not key:
+            raise ConfigError(f"{word}: no key is named; write KEY={value or 'VALUE'}, and no space before the =")
         if key in given:
             raise ConfigError(f"{key} is given twice, as {given[key]} and as {word}: which is meant? Leave one out")
         given[key] = word

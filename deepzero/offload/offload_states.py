@@ -202,7 +202,7 @@ class StateOffloader:
         self.engine, self._wait_for_saves = engine, wait_for_saves
         self.offloaded: list[tuple[OffloadedStorages, frozenset[str]]] = []  # away, by call; the categories of each
         self._reloading: list[OffloadedStorages] = []  # back; perhaps the last bytes are still on their way
-        self.away: frozenset[str] = frozenset()  # which categories are away, on any rank
+        self.away: frozenset[str] = frozenset()  # of categories; alike on all ranks unless a reload failed on some
         self._forward_hook: Any = None
         engine.callbacks.preconditions.append(self.check_present)
 

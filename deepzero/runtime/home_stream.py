@@ -14,7 +14,7 @@ from deepzero.device import accelerator_of
 
 
 def weakly(method: Any) -> Callable[[nn.Parameter], None]:
-    """A parameter's hook that ends with its object: no collector sees, in C++, that it leads back to the parameter."""
+    """A parameter's hook, which stays and does nothing once its object is gone: collectors see no cycle through C++."""
     of, function = weakref.ref(method.__self__), method.__func__
     return lambda param: function(its, param) if (its := of()) is not None else None
 

@@ -98,6 +98,12 @@ def test_without_an_optimizer(rank, world, tmp_path, stage):
     with pytest.raises(deepzero.ConfigError, match=r"another engine"):
         deepzero.initialize(model=training.module.blocks, config=settings)
     assert all(param.requires_grad for param in training.module.parameters())
+    left, before = training.module, training.params_sha256()
+    del training
+    gc.collect()
+    with pytest.raises(deepzero.ConfigError, match=r"let go of without engine\.destroy"):
+        deepzero.initialize(model=left, config=settings)
+    assert stage == 3 or start(copy.deepcopy(left), stage=stage).params_sha256() == before
     held = [weakref.ref(one) for one in (trained, trained.module, trained.module.embed.weight)]
     del trained
     gc.collect()

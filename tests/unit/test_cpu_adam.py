@@ -8,15 +8,7 @@ import pytest
 import torch
 
 from deepzero.offload import adam_kernels
-from deepzero.offload.adam_kernels import (
-    ChunkedAdam,
-    CompiledAdam,
-    Numbers,
-    Segment,
-    adam_lines,
-    exact_root,
-    line_by_line,
-)  # fmt: skip
+from deepzero.offload.adam_kernels import ChunkedAdam, CompiledAdam, Numbers, Segment, adam_lines, exact_root
 from deepzero.ops import CPUAdam
 from deepzero.utils.compile import why_not_compiled
 
@@ -95,7 +87,7 @@ class TestBits:
     @pytest.mark.parametrize("mode", MODES, ids=str)
     def test_compiled_gives_the_bits_of_its_lines(self, mode, monkeypatch):
         """The lines stand in for C++; that both have the same bits is asked whenever something is compiled."""
-        monkeypatch.setattr(adam_kernels, "_by_torch", lambda variant, _sample: line_by_line(variant[3]))
+        monkeypatch.setattr(adam_kernels, "_by_torch", lambda variant, _sample: adam_kernels.line_by_line(variant[3]))
         monkeypatch.setattr(adam_kernels, "why_not_compiled", lambda: "")
         forget_compiled(monkeypatch)
         (mine,), (theirs,) = leaves(1000), leaves(1000)

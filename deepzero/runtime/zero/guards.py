@@ -77,7 +77,10 @@ def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurs
 def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
     """Raise a :class:`ConfigError` if any of these parameters belongs to an engine, or was lost on the way to one."""
     for param, name in names.items():
-        owned = _OWNERS.get(param, FREE)[0]
+        owned, engine = _OWNERS.get(param, FREE)
+        if owned and engine is not FREE[1] and engine() is None:
+            gone = "belongs to an engine that was let go of without engine.destroy()"
+            raise ConfigError(f"parameter {name!r} {gone}. {ANEW}, or give copy.deepcopy(model) in stages 0-2")
         if owned:
             raise ConfigError(f"parameter {name!r} belongs to another engine; call engine.destroy() on that one first")
         if owned is None:
@@ -165,17 +168,13 @@ SAMPLES = 512
 
 def use_error(record: ParamRecord, verb: str) -> PartitionedUseError:
     """The error of a partitioned parameter that cannot be ``verb`` (``used``, ``written``, ``copied``) here."""
+    what = f"parameter {record.name!r} of shape {tuple(record.shape)} is partitioned"
+    use = "`with deepzero.zero.GatheredParameters(param):` to read it, the same with modifier_rank=0 to write it"
     if record.bucket is not None and record.bucket.param_group is None:  # a bucket of zero.Init's own
-        return PartitionedUseError(
-            f"parameter {record.name!r} of shape {tuple(record.shape)} is partitioned by zero.Init, and it cannot be "
-            f"{verb} yet. Give the model to deepzero.initialize first, or use `with "
-            "deepzero.zero.GatheredParameters(param):` to read it, the same with modifier_rank=0 to write it"
-        )
-    return PartitionedUseError(
-        f"parameter {record.name!r} of shape {tuple(record.shape)} is partitioned (zero stage 3): its values are not "
-        f"on this rank, and it cannot be {verb} here. Use `with deepzero.zero.GatheredParameters(param):` to read it, "
-        "the same with modifier_rank=0 to write it, engine.module_state_dict() for the whole model"
-    )
+        first = f"Give the model to deepzero.initialize first, or use {use}"
+        return PartitionedUseError(f"{what} by zero.Init, and it cannot be {verb} yet. {first}")
+    why = f"(zero stage 3): its values are not on this rank, and it cannot be {verb} here"
+    return PartitionedUseError(f"{what} {why}. Use {use}, engine.module_state_dict() for the whole model")
 
 
 def check_on_device(bucket: PartitionedBucket) -> None:
