@@ -203,7 +203,7 @@ class BackwardPasses:
     def take_loss(self, micro_batches: int) -> float | None:
         """This rank's losses, one for each micro-batch, added: once a step the CPU waits for them. None without any."""
         losses = [self._comm.read(loss.reshape(1))[0] for loss in self._losses]
-        self._losses, self.own = [], False
+        self._losses = []
         # A micro-batch of several passes has several, and counts once, by their mean; so does one without any.
         return exact_sum(losses) * (micro_batches / len(losses)) if losses else None
 

@@ -189,7 +189,8 @@ class BufferPool:
     def clear(self) -> None:
         """Let go of all buffers that are free, and of who was where: other memory will lie there."""
         self._free = []
-        self.contents = {address: bucket for address, bucket in self.contents.items() if address in self._taken}
+        # With one rank a bucket's shard is its buffer, which is not ours: what a context holds of it stays known.
+        self.contents = {at: of for at, of in self.contents.items() if at in self._taken or of[0].gather_refs}
 
     def _trim(self, numel: int) -> None:
         """Make room: free buffers, the smallest first, while all together would exceed the limit."""

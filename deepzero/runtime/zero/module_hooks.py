@@ -40,7 +40,7 @@ from deepzero.runtime.pytree import output_tensors
 from deepzero.runtime.zero.module_registry import external_parameters, z3_leaf_module
 from deepzero.runtime.zero.parameter_all_gather import ON_REQUEST
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter
-from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
+from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
 from deepzero.utils.compile import is_compiled, never_compiled
 from deepzero.utils.dispatch import hide_from_checkpointing
@@ -304,6 +304,8 @@ class ModuleHooks:
             source = tensor if isinstance(tensor, ZeroParameter) else tensor._base
             if isinstance(source, ZeroParameter):
                 return saved._replace(source=source, version=source._version)
+            if not self._stack:  # detached values are the program's, as they are, and keep the buffer
+                return keep(tensor)
         return saved
 
     def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -340,7 +342,9 @@ class ModuleHooks:
         # Between two generations: the end of the context in which was written makes another.
         if packed.source is not None and bucket.gather_refs:
             check_version(packed.version, packed.source)
-        if packed.key not in self.coordinator.current:
+        # What a context holds needs no fetch: a rank may differentiate there alone.
+        held = bucket.gather_refs and bucket.status is ZeroParamStatus.AVAILABLE
+        if packed.key not in self.coordinator.current and not held:
             self.coordinator.fetch_sub_module((packed.key,), bucket.params[0]._zero.name, show_params=False)
         # The same elements with the same strides, in whatever buffer the bucket was gathered into this time. The dtype
         # differs where a program has saved a weight's bits under another one (view(torch.int16)).

@@ -699,10 +699,6 @@ class GatheredParameters:
         finally:
             for bucket in self.buckets:
                 if complete:  # else a write that was not taken over is left for the release to refuse
-                    # Without hooks of ours (no engine, torch.func) autograd has saved the objects, which lose their
-                    # values now: their versions tell, and a backward pass raises.
-                    for param in bucket.params if bucket in self._hidden else ():
-                        torch.autograd.graph.increment_version(param)
                     bucket.writes.snapshot()
                 bucket.gather_refs -= 1
                 # An outer context still reads the values; its end does what follows.
