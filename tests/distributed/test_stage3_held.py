@@ -93,7 +93,8 @@ def penalised(rank, engine, number, kind, place):
         return 0.01 * total
 
     first = penalty() if place == "before" else None
-    loss = engine(batch(number, rank))
+    with GatheredParameters(weights) if place == "around" else contextlib.nullcontext():
+        loss = engine(batch(number, rank))
     with saving:
         if place == "checkpoint":
             first = checkpoint(penalty, torch.zeros((), requires_grad=True), use_reentrant=False)
@@ -110,7 +111,7 @@ def model_of(_):
 
 @on_ranks(None)
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("place", ["before", "behind", "each alone", "save_on_cpu", "checkpoint"])
+@pytest.mark.parametrize("place", ["before", "behind", "around", "each alone", "save_on_cpu", "checkpoint"])
 def test_a_penalty_built_inside_gathered_parameters(rank, world, place):
     """Whatever autograd saves of weights there is what the backward pass reads outside."""
     for kind in PENALTIES:
