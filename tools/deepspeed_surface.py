@@ -48,7 +48,7 @@ class Trial:
         self.steering, self.moot = (at(f"deepzero.config.deepspeed_keys.{table}") for table in ("STEERING", "MOOT"))
         # Blocks that say nothing unless they are enabled.
         self.enabled = {key.partition(".")[0] for key in keys if key.endswith(".enabled")}
-        engines = []
+        self.engines = engines = []  # held: an optimizer answers for its engine
         for stage in (2, 3):
             zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
             config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": zero}
