@@ -20,8 +20,8 @@
 
     Out of reach of these rules are hooks that a ``forward`` method enters in its middle and that keep an object as it
     is (``saved_tensors_hooks(lambda t: t, ...)`` around ``x @ self.weight``; ``save_on_cpu`` on a CPU), when no module
-    and no parameter from elsewhere is used before it: then the gradient is NaN, with which no step is taken. So are
-    such hooks that a program enters inside ``GatheredParameters``.
+    and no parameter from elsewhere is used before it: then the backward pass reads NaN. Most gradients of it are NaN,
+    with which no step is taken; that of ``abs`` is 0. So are such hooks inside ``GatheredParameters``.
 
 [Note: which buffers a step takes]
     A buffer that is kept for the next bucket is at least as large as it, and often larger; and one that a view still

@@ -601,6 +601,7 @@ class GatheredParameters:
     when the context ends, each keeping its shard. A write to a partitioned parameter without ``modifier_rank`` would
     vanish; it raises. Parameters that are whole anyway (stages 0-2, persistent ones) may be among them; a write to one
     stays, as it does outside, and has to be the same on all ranks. A step or a load inside shows its new values.
+    What is computed inside may run backward outside, but not with ``modifier_rank``, whose end counts as a write.
 
     Args:
         params: one parameter, or any iterable of them; None (the bias of a layer without) is passed over.
