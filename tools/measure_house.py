@@ -28,7 +28,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1681, 1150),
     "deepzero/comm": (4348, 2720),
     "deepzero/runtime": (4_815, 3050),
-    "deepzero/runtime/zero": (5_746, 4550),
+    "deepzero/runtime/zero": (5_754, 4550),
     "deepzero/offload": (3570, 2500),
     "deepzero/checkpoint": (3695, 2610),
     "deepzero/launch": (718, 650),
@@ -40,7 +40,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (515, 400),
     "deepzero/training": (1000, 380),
     "deepzero/compat": (3362, 1200),
-    "deepzero": (38_436, 23_500),
+    "deepzero": (38_444, 23_500),
     "tools": (5863, 2700),
     "tools/book": (1084, 1000),
     "examples": (764, 700),
@@ -193,7 +193,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
     yield Row("comments per 100 lines of code on it", density, 14, 12, least=True)
 
     package, zero = files_of(house, "deepzero"), files_of(house, "deepzero/runtime/zero")
-    yield Row("classes in runtime/zero", sum(1 for source in zero for _ in source.nodes(ast.ClassDef)), 33, 30)
+    yield Row("classes in runtime/zero", sum(1 for source in zero for _ in source.nodes(ast.ClassDef)), 30, 30)
     below = [source for source in zero if any(name.startswith("deepzero.offload") for name in source.imports())]
     yield Row("files of runtime/zero that import offload", len(below), 0, 0)
     core = [source for source in package if CORE.match(source.path) and "dry_run" not in source.path]

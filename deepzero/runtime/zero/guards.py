@@ -183,77 +183,84 @@ def check_on_device(bucket: PartitionedBucket) -> None:
         raise PartitionedUseError(f"the values of {bucket.names} are not on the device: {bucket.away}")
 
 
-class WriteGuard:
-    """Finds a write to a gathered bucket since :meth:`snapshot`: it would vanish, as the shards do not follow it.
+def accept_writes(bucket: PartitionedBucket) -> None:
+    """Take everything that was written to the gathered bucket so far as its values; later writes are found."""
+    with torch._C.DisableTorchFunctionSubclass():  # a question that needs no values: no detour through Python
+        versions = [param._version for param in bucket.params]
+    bucket.accepted = (versions, _samples(bucket))
+
+
+def accept_write(param: ZeroParameter) -> None:
+    """The same for one parameter."""
+    bucket, slot = param._zero.placed()
+    bucket.accepted[0][bucket.layout.slots.index(slot)] = param._version
+
+
+def accept_values(bucket: PartitionedBucket) -> None:
+    """The values have changed, by the engine itself, and no version."""
+    bucket.accepted = (bucket.accepted[0], _samples(bucket))
+
+
+def _samples(bucket: PartitionedBucket) -> torch.Tensor | None:
+    """Values of this rank's shard where they were gathered quantised, and so differ from it; None elsewhere."""
+    sampled = bucket.gathered_by.quantizes and bucket.gathered.device.type == "cpu"
+    return _shard_within(bucket)[:: _sample_step(bucket)].clone() if sampled else None
+
+
+def modified_param(bucket: PartitionedBucket, every_element: bool = False) -> ZeroParameter | None:
+    """A parameter that was written since :func:`accept_writes`, if any: the write would vanish, as no shard follows it.
 
     A write in place counts up autograd's version; an assignment to ``.data`` moves the parameter out of the buffer. A
     write *through* ``.data`` does neither: on a CPU a sample of this rank's shard within the buffer is compared with
     what it was, which finds whatever touches all of a parameter. (On a GPU the comparison would make the CPU wait.)
+    With ``every_element`` no sample is taken, and no device spared.
     """
+    gathered, (versions, samples) = bucket.gathered, bucket.accepted
+    with torch._C.DisableTorchFunctionSubclass():  # as in ``accept_writes``
+        for param, version in zip(bucket.params, versions, strict=True):
+            if param._version != version:
+                return param
+    if bucket.shown:
+        data_ptr, itemsize = bucket.gather.comm.data_ptr, gathered.itemsize
+        start = data_ptr(gathered) - bucket.layout.offset * itemsize
+        for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
+            if data_ptr(param) != start + slot.offset * itemsize and slot.numel:
+                return param
+    # With one rank the shard would be compared with itself, which tells nothing.
+    itself = bucket.shard_is_buffer and samples is None
+    looks = not itself and (every_element or gathered.device.type == "cpu")
+    return _written_through_data(bucket, 1 if every_element else _sample_step(bucket)) if looks else None
 
-    def __init__(self, bucket: PartitionedBucket) -> None:
-        self.bucket = bucket
-        self._step = max(1, bucket.layout.shard_numel // SAMPLES)
-        self._versions: list[int] = []
-        self._samples: torch.Tensor | None = None
 
-    def snapshot(self) -> None:
-        """Take everything that was written so far as accepted."""
-        with torch._C.DisableTorchFunctionSubclass():  # a question that needs no values: no detour through Python
-            self._versions = [param._version for param in self.bucket.params]
-        self.snapshot_samples()
+def _written_through_data(bucket: PartitionedBucket, step: int) -> ZeroParameter | None:
+    mine, samples = _shard_within(bucket), bucket.accepted[1]
+    shard = bucket.shard.to(mine.device)  # one in host memory is copied
+    expected = shard[::step] if samples is None else samples
+    # Bits are compared: a NaN equals itself, and -0.0 is not 0.0.
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[mine.itemsize]
+    if torch.equal(mine[::step].view(bits), expected.view(bits)):
+        return None
+    if samples is None:  # the first element that differs names the parameter
+        step, expected = 1, shard
+    differs = (mine[::step].view(bits) != expected.view(bits)).nonzero()[0].item()
+    offset = bucket.layout.part_start(bucket.gather.comm.rank) + int(differs) * step
+    slots = zip(bucket.params, bucket.layout.slots, strict=True)
+    return next((param for param, slot in slots if slot.offset <= offset < slot.end), bucket.params[0])
 
-    def snapshot_param(self, param: ZeroParameter) -> None:
-        """The same for one parameter."""
-        index = next(index for index, other in enumerate(self.bucket.params) if other is param)
-        self._versions[index] = param._version
 
-    def snapshot_samples(self) -> None:
-        """Note sampled values where they were gathered quantised, and so differ from the shard."""
-        sampled = self.bucket.gathered_by.quantizes and self.bucket.gathered.device.type == "cpu"
-        self._samples = self._shard_within()[:: self._step].clone() if sampled else None
+def check_writes(bucket: PartitionedBucket, every_element: bool = False) -> None:
+    """Raise a :class:`PartitionedUseError` if there is a :func:`modified_param`."""
+    if (param := modified_param(bucket, every_element)) is not None:
+        raise write_lost(param, "would be lost")
 
-    def written(self, every_element: bool = False) -> ZeroParameter | None:
-        """A parameter that was written, if any; with ``every_element`` no sample is taken, and no device spared."""
-        bucket, gathered = self.bucket, self.bucket.gathered
-        with torch._C.DisableTorchFunctionSubclass():  # as in ``snapshot``
-            for param, version in zip(bucket.params, self._versions, strict=True):
-                if param._version != version:
-                    return param
-        if bucket.shown:
-            data_ptr, itemsize = bucket.gather.comm.data_ptr, gathered.itemsize
-            start = data_ptr(gathered) - bucket.layout.offset * itemsize
-            for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
-                if data_ptr(param) != start + slot.offset * itemsize and slot.numel:
-                    return param
-        # With one rank the shard would be compared with itself, which tells nothing.
-        itself = bucket.shard_is_buffer and self._samples is None
-        looks = not itself and (every_element or gathered.device.type == "cpu")
-        return self._written_through_data(1 if every_element else self._step) if looks else None
 
-    def _written_through_data(self, step: int) -> ZeroParameter | None:
-        bucket, mine = self.bucket, self._shard_within()
-        shard = bucket.shard.to(mine.device)  # one in host memory is copied
-        expected = shard[::step] if self._samples is None else self._samples
-        # Bits are compared: a NaN equals itself, and -0.0 is not 0.0.
-        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[mine.itemsize]
-        if torch.equal(mine[::step].view(bits), expected.view(bits)):
-            return None
-        if self._samples is None:  # the first element that differs names the parameter
-            step, expected = 1, shard
-        differs = (mine[::step].view(bits) != expected.view(bits)).nonzero()[0].item()
-        offset = bucket.layout.part_start(bucket.gather.comm.rank) + int(differs) * step
-        slots = zip(bucket.params, bucket.layout.slots, strict=True)
-        return next((param for param, slot in slots if slot.offset <= offset < slot.end), bucket.params[0])
+def _sample_step(bucket: PartitionedBucket) -> int:
+    return max(1, bucket.layout.shard_numel // SAMPLES)
 
-    def check(self, every_element: bool = False) -> None:
-        """Raise a :class:`PartitionedUseError` if something was :meth:`written`."""
-        if (param := self.written(every_element)) is not None:
-            raise write_lost(param, "would be lost")
 
-    def _shard_within(self) -> torch.Tensor:
-        start, numel = self.bucket.gather.comm.rank * self.bucket.layout.shard_numel, self.bucket.layout.shard_numel
-        return self.bucket.gathered[start : start + numel]
+def _shard_within(bucket: PartitionedBucket) -> torch.Tensor:
+    start, numel = bucket.gather.comm.rank * bucket.layout.shard_numel, bucket.layout.shard_numel
+    return bucket.gathered[start : start + numel]
 
 
 def write_lost(param: ZeroParameter, verb: str) -> PartitionedUseError:

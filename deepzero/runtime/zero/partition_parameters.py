@@ -48,8 +48,8 @@ from deepzero.config.deepspeed_json import load_block, load_zero_config
 from deepzero.config.engine import EngineConfig
 from deepzero.device import accelerator_of
 from deepzero.layout import ParamSlot, plan_layout
+from deepzero.runtime.zero import guards
 from deepzero.runtime.zero.buffer_pool import BufferPool, references, return_freed_memory
-from deepzero.runtime.zero.guards import METADATA, READS_WITHOUT_VALUES, check_on_device, use_error
 from deepzero.runtime.zero.module_registry import register_external_parameter
 from deepzero.runtime.zero.parameter_all_gather import (
     ON_REQUEST,
@@ -172,10 +172,10 @@ class PartitionedParameter(ZeroParameter):
         """Answer questions about metadata; gather for a use of the values, or raise."""
         kwargs = kwargs or {}
         # What is not listed counts as a use of the values: also functions that torch will add.
-        if func in METADATA:
+        if func in guards.METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in READS_WITHOUT_VALUES and isinstance(args[0], PartitionedParameter):
+        if func in guards.READS_WITHOUT_VALUES and isinstance(args[0], PartitionedParameter):
             return _detached(args[0], func)
         if func in (torch.autograd.backward, torch.autograd.grad):
             return _differentiate(func, args, kwargs)
@@ -187,7 +187,7 @@ class PartitionedParameter(ZeroParameter):
             return _copy_into_shard(*args, **kwargs)
         # A result written into a parameter would be this rank's alone.
         if partitioned_in(kwargs.get("out")):
-            raise use_error(partitioned_in(kwargs["out"])[0]._zero, f"written (out= of {name})")
+            raise guards.use_error(partitioned_in(kwargs["out"])[0]._zero, f"written (out= of {name})")
         # torch.nn.init passes its tensor by name.
         first = args[0] if args else kwargs.get("tensor")
         with gather_on_use(parameters_in((args, kwargs)), name, first):
@@ -209,10 +209,10 @@ class PartitionedParameter(ZeroParameter):
 
     def __deepcopy__(self, memo: Any) -> Any:
         # A copy would be a placeholder that belongs to no bucket.
-        raise use_error(self._zero, "copied")
+        raise guards.use_error(self._zero, "copied")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise use_error(self._zero, "pickled or saved")
+        raise guards.use_error(self._zero, "pickled or saved")
 
 
 def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
@@ -293,7 +293,7 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
     # Torch's convention for operations in place; and assignment to ``.data`` or to elements.
     writes = (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")
     if writes and any(param is first for param in params):
-        raise use_error(first._zero, f"written ({name})")
+        raise guards.use_error(first._zero, f"written ({name})")
     buckets = _buckets_of(params)
     missing = next(param for param in params if isinstance(param, PartitionedParameter))
     with ExitStack() as uses:
@@ -303,7 +303,7 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
             asked = [bucket for bucket in buckets if bucket.hooks is hooks]
             use = hooks.gather_for_use(asked, f"{name} of {missing._zero.name}") if hooks is not None else None
             if use is None:
-                raise use_error(missing._zero, f"used ({name})")
+                raise guards.use_error(missing._zero, f"used ({name})")
             uses.enter_context(use)
         return uses.pop_all()
 
@@ -663,7 +663,7 @@ class GatheredParameters:
         """Enter without hooks on saved tensors, whose stack has to be left in order; :meth:`release` is the end."""
         # Before anything is launched: a rank that raised in the middle would leave the others waiting.
         for bucket in self.buckets:
-            check_on_device(bucket)
+            guards.check_on_device(bucket)
         if self.modifier_rank is not None:  # where values are written that are whole anyway
             self._whole = {param: param.data for param in self.params if not isinstance(param, ZeroParameter)}
         # Those that the coordinator has gathered, while no module of theirs is under way, are hidden again afterwards.
@@ -695,12 +695,12 @@ class GatheredParameters:
                 # A write that was not taken over is refused: without ``modifier_rank``, or to a neighbour in a bucket.
                 for bucket in self.buckets:
                     if bucket.params:  # else its engine was destroyed meanwhile: they have their values for good
-                        bucket.writes.check(every_element=True)  # as nothing hurries
+                        guards.check_writes(bucket, every_element=True)  # as nothing hurries
                 complete = True
         finally:
             for bucket in self.buckets:
                 if complete:  # else a write that was not taken over is left for the release to refuse
-                    bucket.writes.snapshot()
+                    guards.accept_writes(bucket)
                 bucket.gather_refs -= 1
                 # An outer context still reads the values; its end does what follows.
                 if bucket.gather_refs:
@@ -731,7 +731,7 @@ class GatheredParameters:
             # Rank ``source``'s values fill every rank's buffer, in place; then each keeps its fragment of them.
             bucket.gather.comm.broadcast(self.kinds[1], values, source)
             bucket.write(param, values.reshape(-1))
-            bucket.writes.snapshot_param(param)
+            guards.accept_write(param)
         # Secondary shards that are never stale follow.
         if self.buckets:
             with self.buckets[0].gather.comm.ledger.aside():

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepzero.layout import Bucket, ParamSlot
+from deepzero.runtime.zero import guards
 from deepzero.runtime.zero.buffer_pool import BufferPool
-from deepzero.runtime.zero.guards import WriteGuard, check_on_device, write_lost
 from deepzero.runtime.zero.parameter_all_gather import ON_REQUEST, PlainAllGather, send_to_replicas
 from deepzero.utils.dispatch import outliving_pass
 from deepzero.utils.storage import storage_ptr_of
@@ -86,7 +86,8 @@ class PartitionedBucket:
         self.away: str | None = None
         # The engine's hooks on modules, which know about uses outside of them; None for the buckets of ``zero.Init``.
         self.hooks: ModuleHooks | None = None
-        self.writes = WriteGuard(self)
+        # What ``guards.py`` compares with, to find a write: versions of the parameters, and values of a sample.
+        self.accepted: tuple[list[int], torch.Tensor | None] = ([], None)
         self._wait_for_update: Callable[[], None] | None = None
         for param, slot in zip(self.params, layout.slots, strict=True):
             param._zero.bucket, param._zero.slot = self, slot
@@ -94,7 +95,7 @@ class PartitionedBucket:
     @property
     def shard(self) -> torch.Tensor:
         """1-D ``[shard_numel]``, complete for the current stream."""
-        check_on_device(self)
+        guards.check_on_device(self)
         self.wait_for_update()
         return self._shard
 
@@ -132,7 +133,7 @@ class PartitionedBucket:
         which qwZ quantises.
         """
         self._expect(ZeroParamStatus.NOT_AVAILABLE, "launched")
-        check_on_device(self)
+        guards.check_on_device(self)
         buffer = self.pool.take(self.layout.numel, self._shard if self.shard_is_buffer else None)
         self._gathered = buffer if buffer.numel() == self.layout.numel else buffer[: self.layout.numel]  # may be longer
         # From here on a view of this memory is a view of these values, whoever holds one.
@@ -155,7 +156,7 @@ class PartitionedBucket:
         self._expect(ZeroParamStatus.INFLIGHT, "waited for")
         # The current stream waits, not the host: what is computed with the values is ordered behind their arrival.
         self.gathered_by.finish()
-        self.writes.snapshot()
+        guards.accept_writes(self)
         self.status = ZeroParamStatus.AVAILABLE
 
     def show(self) -> None:
@@ -176,7 +177,7 @@ class PartitionedBucket:
 
     def hide_unused(self) -> None:
         """:meth:`hide`, but not what a context needs, nor a parameter that was written: :meth:`release` finds that."""
-        if self.shown and not self.gather_refs and self.writes.written() is None:
+        if self.shown and not self.gather_refs and guards.modified_param(self) is None:
             self.hide()
 
     def release(self, discard: bool = False) -> bool:
@@ -189,7 +190,7 @@ class PartitionedBucket:
             PartitionedUseError: a parameter was written. It is released all the same.
         """
         self._expect(ZeroParamStatus.AVAILABLE, "released")
-        written = None if discard else self.writes.written()
+        written = None if discard else guards.modified_param(self)
         address = storage_ptr_of(self.gathered)
         if discard:  # a view that is kept shows what was written, which is no parameter's value
             self.pool.contents.pop(address, None)
@@ -200,7 +201,7 @@ class PartitionedBucket:
         self.status = ZeroParamStatus.NOT_AVAILABLE
         unseen = self.shard_is_buffer or self.pool.give(address)
         if written is not None:
-            raise write_lost(written, "is lost")
+            raise guards.write_lost(written, "is lost")
         return unseen
 
     @outliving_pass()
@@ -214,7 +215,7 @@ class PartitionedBucket:
         if self.status is not ZeroParamStatus.AVAILABLE or gather.quantizes is self.gathered_by.quantizes:
             return
         if self.gathered_by.quantizes:
-            self.writes.check()
+            guards.check_writes(self)
         self._refill(kind, gather)
 
     def _refill(self, kind: str, gather: PlainAllGather) -> None:
@@ -223,7 +224,7 @@ class PartitionedBucket:
         gather.launch(kind, self)
         gather.finish()
         self.pool.contents[storage_ptr_of(self.gathered)] = (self, self.generation)
-        self.writes.snapshot()
+        guards.accept_writes(self)
 
     @outliving_pass()
     def renew_held(self) -> None:
@@ -263,7 +264,7 @@ class PartitionedBucket:
             shown = self.value(param)
             if values.data_ptr() != shown.data_ptr():
                 shown.copy_(values.view(shown.shape))
-            self.writes.snapshot_samples()
+            guards.accept_values(self)
 
 
 def renew_copies(buckets: Sequence[PartitionedBucket]) -> None:

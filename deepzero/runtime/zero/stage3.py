@@ -45,7 +45,7 @@ from deepzero.config.zero import ZeroConfig
 from deepzero.layout import Bucket, Fragment
 from deepzero.placement import GroupPlan
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
-from deepzero.runtime.zero.guards import unregister_owners
+from deepzero.runtime.zero.guards import check_writes, unregister_owners
 from deepzero.runtime.zero.module_hooks import ModuleHooks
 from deepzero.runtime.zero.parameter_all_gather import SETUP, PlainAllGather, send_to_replicas
 from deepzero.runtime.zero.partition_parameters import (
@@ -243,7 +243,7 @@ class PartitionedParamGroup(ParamGroup):
         """Before a step: a write to a gathered parameter is refused; permitted ones have been taken over already."""
         for bucket in self.buckets:
             if bucket.status is ZeroParamStatus.AVAILABLE:
-                bucket.writes.check(every_element=bucket.gather_refs > 0)  # what the program holds is gathered anew
+                check_writes(bucket, every_element=bucket.gather_refs > 0)  # what the program holds is gathered anew
 
     def written(self) -> list[str]:
         """None: a write is refused, or accepted, at once."""
