@@ -8,18 +8,18 @@ This module is pure integers, and needs no process: it can be asked about 10,000
 
     ``flat_P``    all parameters of a group, end to end, in the compute dtype (also DeepSpeed's ``bit16_groups_flat``);
     ``shard_S``   stage 3: this rank's shard of the parameters, compute dtype (``shard_on_device``, ``shard_on_host``);
-    ``master_S``  all the optimizer sees: fp32 (``masters_on_device``, ``masters_on_host``, and, where fp32 parameters
-                  are their own masters, neither; bucket by bucket ``single_partition_of_fp32_groups``);
+    ``master_S``  this rank's shard in fp32, all that the optimizer sees (``masters_on_device``, ``masters_on_host``;
+                  bucket by bucket ``single_partition_of_fp32_groups``). fp32 parameters are their own masters;
     ``grad_S``    this rank's shard of the reduced gradients, in stage 0 all P (a list, one tensor a group);
     ``send``      a bucket's gradients on their way to their owners, in the wire dtype (of ``BucketBuffers``).
 
     Parameters lie in the order in which their gradients arrive, each start aligned to ``ALIGN`` elements, and are cut:
 
     ``bucket``    a run of consecutive parameters, closed before it exceeds the bucket size, and padded to a multiple of
-                  ``W * ALIGN``; it travels as one (``runtime/per_tensor.py`` makes those of which no parameter is cut);
+                  ``W * ALIGN``; it travels as one (``runtime/per_tensor.py`` gives each parameter in it one owner);
     ``part``      one of the W equal pieces of a bucket. Rank r owns the r-th part **of every bucket**;
     ``shard``     all parts of one rank, end to end: S elements. The shard *of a bucket* is a rank's part of it;
-    ``fragment``  what of one parameter lies in a rank's part: the optimizer gets one tensor for each;
+    ``fragment``  the elements of one parameter in a rank's part: the optimizer gets one tensor for each;
     ``partition`` DeepSpeed's word for a rank's share; *partitioned* parameters are stage 3's. With three ranks::
 
         bucket 0                bucket 1                        bucket 2
@@ -84,7 +84,7 @@ class Bucket:
     slots: tuple[ParamSlot, ...]
     world_size: int
     _true_numels: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """By rank, once asked for: each step counts padding."""
+    """:meth:`true_numel_of` by rank, kept: every step counts padding."""
 
     @property
     def shard_numel(self) -> int:
@@ -109,10 +109,10 @@ class Bucket:
         return sum(slot.numel for slot in self.slots)
 
     def fragment(self, slot: ParamSlot, rank: int) -> Fragment:
-        """What ``rank``'s part has of one parameter; possibly no element."""
-        # A part may cover the end of one parameter, whole ones, and the beginning of another; the parts of the last
-        # ranks may cover padding alone. lo and hi are multiples of ALIGN or the parameter's own end: where a vectorised
-        # kernel has its scalar tail does not depend on W.
+        """The elements of one parameter in ``rank``'s part; possibly none."""
+        # A part may hold the end of one parameter, whole ones, and the beginning of another; the last ranks' parts may
+        # hold padding alone. lo and hi are multiples of ALIGN, or the parameter's own end, whatever W is: so W does not
+        # decide which elements the scalar tail of a vectorised kernel takes.
         first = self.part_start(rank)
         lo, hi = max(slot.offset, first), min(slot.end, first + self.shard_numel)
         if lo >= hi:
@@ -196,7 +196,7 @@ class FlatLayout:
         return [Fragment(slot, 0, slot.offset, slot.numel) for slot in slots if slot.numel]
 
 
-def bucket_limit(numel: int, reduce_bucket_size: int, allgather_bucket_size: int) -> int:
+def choose_bucket_limit(numel: int, reduce_bucket_size: int, allgather_bucket_size: int) -> int:
     """How many elements a bucket may hold before it is closed.
 
     DeepSpeed's bucket sizes are upper limits, and stay so. Their default, 5e8, is larger than most models, and one
@@ -205,7 +205,7 @@ def bucket_limit(numel: int, reduce_bucket_size: int, allgather_bucket_size: int
     ``numel`` of all groups together.
 
     Example:
-        >>> bucket_limit(100_000_000, 500_000_000, 500_000_000), bucket_limit(100_000_000, 1_000_000, 500_000_000)
+        >>> choose_bucket_limit(10**8, 5 * 10**8, 5 * 10**8), choose_bucket_limit(10**8, 10**6, 5 * 10**8)
         (6250000, 1000000)
     """
     return min(reduce_bucket_size, allgather_bucket_size, max(-(-numel // TARGET_BUCKETS), MIN_BUCKET_NUMEL))
@@ -231,7 +231,7 @@ def plan_layout(
 
     Example:
         >>> layout = plan_layout([1000, 100, 2000, 200], world_size=4, bucket_limit=1200)
-        >>> [(i.offset, i.numel, [s.index for s in i.slots]) for i in layout.buckets]
+        >>> [(b.offset, b.numel, [slot.index for slot in b.slots]) for b in layout.buckets]
         [(0, 1280, [0, 1]), (1280, 2048, [2]), (3328, 256, [3])]
         >>> layout.numel, layout.padded_numel, layout.shard_numel
         (3300, 3584, 896)

@@ -26,10 +26,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1681, 1150),
-    "deepzero/comm": (4348, 2720),
-    "deepzero/runtime": (4_815, 3050),
-    "deepzero/runtime/zero": (5_754, 4550),
-    "deepzero/offload": (3570, 2500),
+    "deepzero/comm": (4_349, 2720),
+    "deepzero/runtime": (4_828, 3050),
+    "deepzero/runtime/zero": (5_753, 4550),
+    "deepzero/offload": (3_571, 2500),
     "deepzero/checkpoint": (3695, 2610),
     "deepzero/launch": (718, 650),
     "deepzero/health": (639, 560),
@@ -39,12 +39,12 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/models": (542, 540),
     "deepzero/data": (515, 400),
     "deepzero/training": (1000, 380),
-    "deepzero/compat": (3362, 1200),
-    "deepzero": (38_444, 23_500),
+    "deepzero/compat": (3_364, 1200),
+    "deepzero": (38_460, 23_500),
     "tools": (5863, 2700),
     "tools/book": (1084, 1000),
     "examples": (764, 700),
-    "tests": (31_845, 17_000),
+    "tests": (31_849, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -81,7 +81,7 @@ HOPS = (
         "planned = |.release_s|is not None:|fetches|.launch(|nt_l|nt = fro|in keys:|LIGHT:|.wait()|ms and|.show()  #",
         {"keys": "list(keys)", "by": "f'{caller}, for ' + 'the bucket of ' * (not show_params) + where"}),
     Hop(FETCH, "PartitionedBucket.launch", "NOT_AVAILABLE to INFLIGHT",
-        "buffer = self.pool|self._gathered = buffer if|.launch(kind|self.status = ", SHARD),
+        "buffer = self.pool|.launch(kind|self.status = ", SHARD),
     Hop("", "PlainAllGather.launch", "into: the bucket; messages: its buffer itself, but for qwZ; my shard is copied "
         "to its place there, and leaves (fetch_shard: offload)", "messages, rank|.fetch_shard(|self.make_m|self._pend"),
     Hop("", "Communicator.exchange", "torch is called: whole parts of the bucket leave, on CPUs pair by pair",
@@ -174,7 +174,7 @@ class Watch:
         if mine := self.group.fragment_and_master(self.slot.index):
             self.fragment, self.master = mine
             self.grad_S = shard.grads[self.master]
-        self.key = getattr(getattr(getattr(self.param, "_zero", None), "bucket", None), "key", None)  # its number
+        self.key = getattr(getattr(getattr(self.param, "_record", None), "bucket", None), "key", None)  # its number
 
     shard = property(lambda self: None if self.master is None else self.group.param_fragment(self.fragment))
 
@@ -195,7 +195,7 @@ class Watch:
             return True
         if self.bucket is not None and type(value).__name__ == "SavedWeight":
             return bool(value.key == self.key and value.offset == self.slot.offset - self.bucket.offset)
-        holds = (getattr(value, name, None) for name in ("bucket", "layout"))  # what is under way; stage 3's bucket
+        holds = (getattr(value, name, None) for name in ("bucket", "in_layout"))  # what is under way; stage 3's bucket
         return self.bucket is not None and self.bucket in (value, *holds)
 
     def concerns(self, hop: Hop, frame: FrameType, returned: Any) -> bool:

@@ -100,7 +100,7 @@ class BucketReducer:
         capacity: elements of the largest bucket that will ever be reduced.
         wire_dtype: in which gradients travel.
         method: ``exact`` or ``native``; see the module's text.
-        whole: every rank gets the whole sum (an all-reduce) instead of its own shard (a reduce-scatter).
+        whole_sums: every rank gets the whole sum (an all-reduce) instead of its own part of it (a reduce-scatter).
         depth: buffers; 1 waits for each reduction before the next bucket is filled.
         suffix: ends the ledger's names for what is sent.
         strategy: takes some of the buckets; the others go the ``exact`` way. None: there is no other.
@@ -115,15 +115,15 @@ class BucketReducer:
         capacity: int,
         wire_dtype: torch.dtype,
         method: Literal["exact", "native"],
-        whole: bool,
+        whole_sums: bool,
         depth: int,
         suffix: str = "",
         strategy: QuantizedReduce | None = None,
     ) -> None:
-        self.comm, self.method, self.whole, self.depth = comm, method, whole, depth
+        self.comm, self.method, self.whole_sums, self.depth = comm, method, whole_sums, depth
         self.wire_dtype, self.suffix, self.strategy = wire_dtype, suffix, strategy
-        if strategy is not None and (whole or method != "exact"):
-            raise ValueError(f"method={method!r}, whole={whole}: another way stands beside exact sums of shards only")
+        if strategy is not None and (whole_sums or method != "exact"):
+            raise ValueError(f"method={method!r}, whole_sums={whole_sums}: a strategy needs exact sums of parts")
         # The side stream for sums: the compute stream goes on with the backward pass. On a CPU they run in line.
         self._lane = accelerator_of(comm.device).stream(comm.device)
         chunk = strategy.chunk if strategy is not None else chunk_for(comm.device_type, capacity // comm.world_size)
@@ -137,7 +137,7 @@ class BucketReducer:
     def _allocate(self, capacity: int) -> BucketBuffers:
         device, world_size = self.comm.device, self.comm.world_size
         # exact: the other ranks' shards, ours stays in the send buffer; native: the shard that the backend writes.
-        shards = world_size - 1 if self.method == "exact" else int(not self.whole)
+        shards = world_size - 1 if self.method == "exact" else int(not self.whole_sums)
         recv_bytes = shards * (capacity // world_size) * self.wire_dtype.itemsize
         if self.strategy is not None:
             recv_bytes = max(recv_bytes, self.strategy.mail_bytes(capacity))
@@ -193,9 +193,10 @@ class BucketReducer:
 
         Args:
             bucket: what the buffer holds.
-            output: 1-D: this rank's shard of the sum; with ``whole`` all of it, or the shard if :meth:`gather` follows.
+            output: 1-D: this rank's part of the sum; with ``whole_sums`` all of it, or the part if
+                :meth:`gather_sums` follows.
             accumulate: add to ``output`` instead of replacing it.
-            on_chunk: called with this rank's shard of ``output``, in chunks, when it is written. Not with ``whole``.
+            on_chunk: called with each chunk of ``output`` when it is written. Not with ``whole_sums``.
             around_sum: makes the context in which ``output`` is written, for one that comes from elsewhere.
             group: the number of the bucket's group.
             place: the bucket's first parameter, for traces.
@@ -245,7 +246,7 @@ class BucketReducer:
             # A sum of W fp16 numbers can leave fp16's range where their mean cannot.
             send.div_(world)
             inflight.factor = float(world)  # undoes it, when the sum is in fp32
-        if self.whole:
+        if self.whole_sums:
             padding = 2 * (world - 1) * (bucket.numel - bucket.true_numel()) // world
             inflight.pending = self.comm.all_reduce(ALL_REDUCE + self.suffix, send, padding, where)
             inflight.parts = [send]
@@ -274,19 +275,19 @@ class BucketReducer:
                 inflight.second_hop()
             if inflight.pending is not None:
                 inflight.pending.wait()
-            gather_follows = self.whole and self.method == "exact" and bucket.shard_numel < inflight.output.numel()
+            gather_follows = self.whole_sums and self.method == "exact" and bucket.shard_numel < inflight.output.numel()
             output = inflight.output.split(bucket.shard_numel)[comm.rank] if gather_follows else inflight.output
             with inflight.around_sum():
                 parts, factor, on_chunk = inflight.parts, inflight.factor, inflight.on_chunk
                 comm.sum_in_rank_order(output, parts, inflight.accumulate, self._scratch, factor, on_chunk=on_chunk)
             comm.chaos.poison(buffers.send, buffers.recv_buffer)
             if gather_follows:
-                self.gather(bucket, inflight.output)
+                self.gather_sums(bucket, inflight.output)
             # The next bucket may be laid into these buffers when the lane has come to this point.
             buffers.free.record()
         self._free_buffers.append(buffers)
 
-    def gather(self, bucket: Bucket, output: torch.Tensor) -> None:
+    def gather_sums(self, bucket: Bucket, output: torch.Tensor) -> None:
         """Launch the second half of an exact all-reduce: the fp32 sums in ``output`` go to everybody, unrounded."""
         padding = (self.comm.world_size - 1) * bucket.padding_of(self.comm.rank)
         kind, where = ALL_GATHER_GRADIENTS + self.suffix, f"bucket {bucket.index}"
@@ -311,7 +312,7 @@ class BucketReducer:
         self, bucket: Bucket, output: torch.Tensor, on_chunk: Measure | None, around_sum: AroundSum
     ) -> None:
         # One rank: nothing travels, and the gradients are in ``output``. The launch is counted all the same.
-        kind = ALL_REDUCE if self.whole and self.method == "native" else REDUCE_SCATTER
+        kind = ALL_REDUCE if self.whole_sums and self.method == "native" else REDUCE_SCATTER
         self.comm.exchange(kind + self.suffix, [output], [output], 0, f"bucket {bucket.index}").wait()
         with around_sum():
             if on_chunk is not None:

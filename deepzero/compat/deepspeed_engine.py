@@ -116,7 +116,8 @@ class DeepSpeedEngine(EngineGetters):
         passes alone (a GAN's generator's, the script's own loss.backward()) have left them. Micro-batches stay counted.
         """
         self.module.zero_grad(set_to_none)
-        foreign = self.passes.count > 0 and not self.passes.own and self.micro_steps % self.batch.accumulation == 0
+        foreign = self.passes.count > 0 and not self.passes.any_given_loss
+        foreign = foreign and self.micro_steps % self.batch.accumulation == 0
         if foreign or self.state.step_without_sync == self.global_steps:
             count = self.micro_steps
             self.discard_gradients()

@@ -72,9 +72,9 @@ def all_gather(
     It is over when it returns, with ``async_op`` too; ``hierarchy`` indents DeepSpeed's log.
     """
     for one in [param] if param_list is None else param_list:
-        if isinstance(one, ZeroParameter) and one._zero.open_gather is None:
-            one._zero.open_gather = GatheredParameters(one)
-            one._zero.open_gather.gather()
+        if isinstance(one, ZeroParameter) and one._record.open_gather is None:
+            one._record.open_gather = GatheredParameters(one)
+            one._record.open_gather.gather()
     return Gathered()
 
 
@@ -101,8 +101,8 @@ def partition(
             "call partition when the value has been used"
         )
     for one in [param] if param_list is None else param_list:
-        if isinstance(one, ZeroParameter) and (context := one._zero.open_gather) is not None:
-            one._zero.open_gather = None
+        if isinstance(one, ZeroParameter) and (context := one._record.open_gather) is not None:
+            one._record.open_gather = None
             context.modifier_rank = 0 if has_been_updated else None
             context.release(None)
 
@@ -120,21 +120,22 @@ def _of_strategy(read: Callable[[PlainAllGather], Any]) -> property:
     """What the strategy by which a parameter's bucket is gathered says; None of a persistent one."""
 
     def answer(param: Any) -> Any:
-        bucket = getattr(param._zero, "bucket", None)
-        return read(bucket.gather) if bucket is not None else None
+        bucket = getattr(param._record, "bucket", None)
+        return read(bucket.strategy) if bucket is not None else None
 
     return property(answer)
 
 
 def _assign(view: PartitionView, values: torch.Tensor) -> None:
     param, plain = view._param, view._plain
-    if isinstance(param, PersistentParameter) or param._zero.placed()[0].status is not ZeroParamStatus.NOT_AVAILABLE:
+    persistent = isinstance(param, PersistentParameter)
+    if persistent or param._record.placed()[0].status is not ZeroParamStatus.NOT_AVAILABLE:
         raise RuntimeError(
-            f"an assignment to ds_tensor.data of parameter {param._zero.name!r}, which is whole on this rank (from its "
-            "fetch to engine.step) or on its way to it, would leave the ranks with different values; write after the "
-            "step, or inside GatheredParameters(param, modifier_rank=0)"
+            f"an assignment to ds_tensor.data of parameter {param._record.name!r}, which is whole on this rank (from "
+            "its fetch to engine.step) or on its way to it, would leave the ranks with different values; write after "
+            "the step, or inside GatheredParameters(param, modifier_rank=0)"
         )
-    values, (bucket, _) = values.reshape(view.shape), param._zero.placed()
+    values, (bucket, _) = values.reshape(view.shape), param._record.placed()
     with bucket.param_group.writing(param) if bucket.param_group is not None else nullcontext():
         plain.copy_(values)
     bucket.generation += 1

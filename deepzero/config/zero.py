@@ -149,7 +149,7 @@ class ZeroConfig(Section):
     stage: int = 0
     """Which model states are partitioned: 0 none, 1 optimizer states, 2 and gradients, 3 and parameters."""
     reduce_bucket_size: Numel = 500_000_000
-    """At most this many elements are reduced at a time. For small models see ``layout.bucket_limit``."""
+    """At most this many elements are reduced at a time. For small models see ``layout.choose_bucket_limit``."""
     allgather_bucket_size: Numel = 500_000_000
     """At most this many elements are gathered at a time; with ``reduce_bucket_size`` it limits a bucket."""
     overlap_comm: bool = False

@@ -46,6 +46,7 @@ from deepzero.runtime.zero.guards import METADATA
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
+from deepzero.runtime.zero.zeropp import secondary_shards
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 NEEDS = {"forward": ("lp_params",), "backward": ("lp_params", "lp_grads", "contiguous_grad_buffer")}
@@ -321,7 +322,7 @@ class StateOffloader:
         tensors = {
             "optim_states": self._optimizer_states(),
             "hp_params": separate + [master for group in zero.groups for master in group.masters],
-            "lp_params": [*params, *(stage3.coordinator.secondaries() if stage3 is not None else ())],
+            "lp_params": [*params, *(secondary_shards(stage3.coordinator.buckets) if stage3 is not None else ())],
             "lp_grads": list(gradients.held_gradients()),
             "contiguous_grad_buffer": list(zero.bucket_reducer.kept()),
         }
@@ -386,7 +387,7 @@ class StateOffloader:
         self.engine.fragments.away = self.check_present if self.away else None
         for group in self.engine.zero.stores:
             for bucket in group.buckets if isinstance(group, PartitionedParamGroup) else ():
-                bucket.away = notice if not bucket.gather.source.on_host else None
+                bucket.away = notice if not bucket.strategy.source.on_host else None
 
 
 def _chosen(include: Iterable[str | Enum] | str | None) -> frozenset[str]:

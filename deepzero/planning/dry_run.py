@@ -276,7 +276,7 @@ def _result(
     sides = {side: sum(n for name, n in ledger.held.items() if side_of(name) == side) for side in ("host", "file")}
     fetched: dict[str, str] = {}
     for made in stage3.buckets if stage3 is not None else ():
-        fetched[f"bucket {made.key}"] = _first_to_last([param._zero.name for param in made.params])
+        fetched[f"bucket {made.key}"] = _first_to_last([param._record.name for param in made.params])
     reduced: dict[str, str] = {}
     for group in engine.zero.groups:  # buckets have the group's own numbers; where two groups have the same, both count
         for bucket in group.layout.buckets:

@@ -24,7 +24,7 @@ from deepzero.comm.topology import Nodes
 from deepzero.config.engine import resolve_batch
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
-from deepzero.layout import bucket_limit
+from deepzero.layout import choose_bucket_limit
 from deepzero.planning.clusters import Cluster
 from deepzero.planning.dry_run import ClusterShape, TrainStep, loss_of, quiet, refuse_reading_values, without_values
 from deepzero.planning.op_cost import WorkMeter, fused_attention
@@ -194,7 +194,7 @@ class Estimator:
         """Elements of a bucket, where no parameter is larger."""
         self._probe(self.run.model.activation_checkpointing)
         zero = self.run.engine.zero
-        return bucket_limit(self.numel, zero.reduce_bucket_size, zero.allgather_bucket_size)
+        return choose_bucket_limit(self.numel, zero.reduce_bucket_size, zero.allgather_bucket_size)
 
     def _states(self, setting: Setting) -> dict[str, int]:
         zero, world_size, numel = self.run.engine.zero, self.world.world_size, self.numel

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from deepzero.runtime.consistency import exact_sum
+from deepzero.runtime.consistency import sum_rounded_once
 from deepzero.runtime.home_stream import HomeStream, weakly
 from deepzero.runtime.loss_scaler import LossScaler
 from deepzero.runtime.pytree import graph_has, output_tensors, scalar_loss
@@ -45,23 +45,25 @@ class BackwardPasses:
     ) -> None:
         self._stage, self._scaler, self._comm = stage, scaler, stage.comm
         self._is_reduction_boundary, self._check = is_reduction_boundary, check
-        self.count, self.own = 0, False
+        self.count, self.any_given_loss = 0, False
         """Backward passes that have ended since the last boundary; whether one began at a loss given to this engine."""
         # Losses of this step's micro-batches, detached: reading one would make the CPU wait for the GPU.
         self._losses: list[torch.Tensor] = []
-        # Of the pass under way: its loss, as it was given to us, or put together from the outputs it went through;
+        # The rest is about the backward pass under way. Its loss: the one that was given to engine.backward or
+        # engine.scale, or else one that is put together from the model's outputs.
         self._given_loss: torch.Tensor | None = None
         self._seen_loss: torch.Tensor | None = None
-        self._inside_backward = False  # whether it is engine.backward's,
-        self._loss_is_scaled = False  # carries the loss scale,
-        self._given_trains = False  # began at a given loss whose graph has a trained parameter,
-        self._reached = False  # has reached a trained parameter,
-        self._at_boundary = False  # is of the step's last micro-batch
-        # A weak reference to what autograd calls as the pass under way ends: dead when a pass that broke off drops it.
+        self._inside_backward = False  # engine.backward runs it
+        self._loss_is_scaled = False  # its loss carries the loss scale
+        self._given_trains = False  # the graph of its given loss has a trained parameter
+        self._reached = False  # it has reached a trained parameter
+        self._at_boundary = False  # it belongs to the step's last micro-batch
+        # A weak reference to the function that autograd calls at its end. Dead after a pass that broke off.
         self._armed: Callable[[], Callable[..., None] | None] | None = None
         self._warned_unscaled = False
+        # Autograd may call hooks on several streams; these run on the one of the forward pass (``home_stream.py``).
         self._home = HomeStream(stage.comm.device)
-        ready = self._home.hook(weakly(self._gradient_ready), of_param=True)  # on whichever stream autograd calls it
+        ready = self._home.hook(weakly(self._gradient_ready), of_param=True)
         trained = [param for group in stage.gradients.groups for param in group.params]
         self._trained = {id(param) for param in trained}
         self._handles = [param.register_post_accumulate_grad_hook(ready) for param in trained]
@@ -79,16 +81,17 @@ class BackwardPasses:
                 tensor.register_hook(self._home.hook(partial(self._output_gradient, value)))
 
     def run(self, loss: torch.Tensor, micro_batches: int, retain_graph: bool) -> None:
-        """``engine.backward``: one pass from ``loss``, already divided by ``micro_batches``, which is usually 1."""
+        """``engine.backward``: one pass from ``loss``, which the caller has divided by ``micro_batches``, usually 1."""
+        # That division is undone here: the mean over micro-batches is part of one division in the step
+        # (``optimizer_shard.py``).
         self._given_loss = loss.detach() * micro_batches if micro_batches != 1 else loss.detach()
         self._inside_backward = True
-        # The mean over micro-batches is part of the boundary's one division (``optimizer_shard.py``); here it is undone
-        # for a caller who has taken it already.
-        factor, ended = self._scaler.scale * micro_batches, self.count
+        factor = self._scaler.scale * micro_batches
+        ended_before = self.count
         try:
             with self._comm.ranges.span("backward"):
                 self._scale_loss(loss, factor).backward(retain_graph=retain_graph)
-            if self.count == ended:  # it has met no hook of ours, so nobody has asked for its end
+            if self.count == ended_before:  # the pass met no hook of ours, so nobody has asked for its end
                 self._at_boundary = self._is_reduction_boundary()
                 self._end()
         except BaseException:
@@ -120,7 +123,8 @@ class BackwardPasses:
 
     def _given_pass_begins(self, loss: torch.Tensor, trains: bool, _: torch.Tensor) -> None:
         self._arm()
-        # Several of one pass are added to one another before it. engine.backward's own loss has them inside.
+        # engine.scale may be called for several losses of one pass: their sum is its loss. A loss that was given to
+        # engine.backward is already the whole.
         if not self._inside_backward:
             self._given_loss = loss if self._given_loss is None else self._given_loss + loss
         self._given_trains |= trains
@@ -130,17 +134,18 @@ class BackwardPasses:
         self._check("backward")
         self._arm()
         if value is not None:
-            # A loss that the user put together from several outputs is linear in each of them: value times gradient
-            # is what this output contributes.
+            # A loss that the program puts together from several outputs is taken to be linear in each of them: then
+            # an output contributes its value times its gradient.
             part = value * grad.detach().float().reshape(())
             self._seen_loss = part if self._seen_loss is None else self._seen_loss + part
 
     def _arm(self) -> None:
         """Ask the autograd engine to call :meth:`_end` at the end of the backward pass that is under way."""
-        # The callback must be queued from the *outermost* pass: reentrant checkpointing runs passes inside it, which
-        # end earlier. The gradients of the model's outputs come first, and arm; a parameter's when nothing else has.
-        # One that broke off behind a parameter leaves half of its gradients: ``aborted`` tells, until they are dropped.
+        # It must be asked in the *outermost* pass: reentrant checkpointing runs passes inside it, which end earlier.
+        # The model's outputs get their gradients first, and call this; else a parameter's hook does.
         if self._armed is not None:
+            # Asked already; or an earlier pass broke off after it had reached a parameter: that stays (``aborted``)
+            # until its gradients are dropped.
             if self._reached or self._armed() is not None:
                 return
             self._forget_broken()
@@ -174,9 +179,10 @@ class BackwardPasses:
         return grad * self._scaler.scale  # not in place: autograd's tensor may be a view of another's
 
     def _end(self) -> None:
-        """The end of a pass. One that reached no parameter (``torch.autograd.grad``) is none of training's."""
-        given, loss = self._given_loss, self._given_loss if self._given_loss is not None else self._seen_loss
-        # A given loss of no trained parameter (an empty batch's, say) counts; one of some that reached none is no pass.
+        """The end of a pass. One that reached no parameter (``torch.autograd.grad``) does not belong to training."""
+        given = self._given_loss
+        loss = given if given is not None else self._seen_loss
+        # A given loss whose graph has no trained parameter (an empty batch, say) counts as a pass all the same.
         counts = self._reached or self._inside_backward or (given is not None and not self._given_trains)
         self._forget()
         if not counts:
@@ -185,11 +191,11 @@ class BackwardPasses:
         try:
             self._stage.backward_end(self._at_boundary)
         except BaseException:
-            # Some of its buckets have left, others have not: it has broken off, and so says ``aborted``.
+            # Some of its buckets have left, others have not: the pass has broken off, as ``aborted`` will say.
             self._reached, self._armed = True, lambda: None
             raise
         self.count += 1
-        self.own |= given is not None
+        self.any_given_loss |= given is not None
         if loss is not None:
             self._losses.append(loss)
         self._comm.ledger.note("backward_end")
@@ -201,11 +207,11 @@ class BackwardPasses:
     # ---- between steps -----------------------------------------------------------------------------------------------
 
     def take_loss(self, micro_batches: int) -> float | None:
-        """This rank's losses, one for each micro-batch, added: once a step the CPU waits for them. None without any."""
+        """The sum of this rank's losses over the micro-batches, or None. Once a step the CPU waits for the losses."""
         losses = [self._comm.read(loss.reshape(1))[0] for loss in self._losses]
         self._losses = []
-        # A micro-batch of several passes has several, and counts once, by their mean; so does one without any.
-        return exact_sum(losses) * (micro_batches / len(losses)) if losses else None
+        # A micro-batch may have had several backward passes, or none: the mean loss counts once per micro-batch.
+        return sum_rounded_once(losses) * (micro_batches / len(losses)) if losses else None
 
     def aborted(self) -> bool:
         """Whether a backward pass has reached parameters, never ended, and is not under way now."""
@@ -217,14 +223,14 @@ class BackwardPasses:
         return self._reached
 
     def _forget_broken(self) -> None:
-        """Forget a pass that broke off before it reached a parameter: it leaves no count of a leaf module behind."""
+        """Forget a pass that broke off before it reached a parameter, and what the stage has counted of it."""
         self._forget()
         self._stage.forget_pass()
 
     def discard(self) -> None:
         """Forget the passes of this optimizer step, also one that broke off."""
         self._forget()
-        self._losses, self.count, self.own = [], 0, False
+        self._losses, self.count, self.any_given_loss = [], 0, False
 
     def remove(self) -> None:
         """Leave the parameters as they were, without hooks."""

@@ -25,7 +25,7 @@ from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.config.zero import ZeroConfig
 from deepzero.device import accelerator_of
-from deepzero.layout import bucket_limit
+from deepzero.layout import choose_bucket_limit
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.offload_plan import build_host, plan_offload
 from deepzero.offload.optimizer_offload import Offload
@@ -152,7 +152,7 @@ def build_zero(
     Raises:
         ConfigError: an optimizer that does not fit the model (elementwise it is: checked before); a host without room.
     """
-    dtypes, zero = Dtypes.of(config, comm.world_size), config.zero
+    dtypes, settings = Dtypes.of(config, comm.world_size), config.zero
     names = {param: name for name, param in model.named_parameters()}
     # Autograd reaches the last layer first. Registration order backwards is the best guess without a run.
     arrival = {param: place for place, param in enumerate(reversed(list(names)))}
@@ -161,20 +161,20 @@ def build_zero(
     check_unclaimed(names)
     chosen = choose_parameters(names, arrival, optimizer)
     # The user's optimizer is tried, as its class says too little: on the CPU where that steps, or the device is meta.
-    on_cpu = zero.offload_optimizer.device != "none" or comm.device.type == "meta"
+    on_cpu = settings.offload_optimizer.device != "none" or comm.device.type == "meta"
     steps_on = torch.device("cpu") if on_cpu else comm.device
     moments = [moment_bytes(optimizer, steps_on, index) for index in range(len(optimizer.param_groups))]
     per_tensor = {index for index, group in enumerate(optimizer.param_groups) if is_per_tensor(optimizer, group)}
-    if zero.stage == 3:
-        planned, limit = plan_partitioning(names, chosen, zero, comm.world_size, per_tensor)
+    if settings.stage == 3:
+        planned, limit = plan_partitioning(names, chosen, settings, comm.world_size, per_tensor)
     else:
         planned, limit = plan_groups(chosen, config, comm.world_size, per_tensor), 0
-    planned = plan_offload(planned, zero, dtypes.compute)
+    planned = plan_offload(planned, settings, dtypes.compute)
     # A second bucket is filled while the first is under way; with one rank, or without overlap, none ever is.
-    depth = 2 if zero.overlap_comm and comm.world_size > 1 else 1
+    depth = 2 if settings.overlap_comm and comm.world_size > 1 else 1
     # The arena comes before the parameters are cut: masters and shards are carved from it as they are made.
     offload = build_host(
-        planned, zero, comm, (dtypes.compute, dtypes.accumulation),
+        planned, settings, comm, (dtypes.compute, dtypes.accumulation),
         [kept.per_element for kept in moments], depth, optimizer,
     )  # fmt: skip
 
@@ -182,10 +182,10 @@ def build_zero(
     with lost_on_error(model):
         model.zero_grad()  # what was computed before counts in no step
         coordinator: PartitionedParameterCoordinator | None = None
-        if zero.stage == 3:
+        if settings.stage == 3:
             place_buffers(model, comm, dtypes.compute)
             host = (None, None) if offload is None else (offload.allocate, offload.plain_all_gather)
-            stored, coordinator = partition_model(names, planned, limit, zero, comm, dtypes.compute, *host)
+            stored, coordinator = partition_model(names, planned, limit, settings, comm, dtypes.compute, *host)
         else:
             stored = place_model(model, planned, config, comm, offload)
         groups = [group for group in stored if group.placement.trained]  # stage 3 has frozen ones, too
@@ -197,13 +197,13 @@ def build_zero(
 
         # ---- put together: gradients (3, 4), the optimizer's step (5), the stage that publishes (6)
         # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
-        every_pass = zero.stage >= 2 or config.comm.world_size_invariant
+        every_pass = settings.stage >= 2 or config.comm.world_size_invariant
         unreduced = UnreducedGradients(groups, None if every_pass or micro_batches == 1 else dtypes.accumulation)
         # One reducer and one launching order for all groups: ranks pair buckets by their number.
         reducer, order = _build_reducer(groups, config, comm, dtypes, depth), reduce_order(groups, arrival)
         shard = _build_optimizer_shard(optimizer, groups, config, reducer, dtypes, offload)
-        gradients = GradientReducer(shard, order, unreduced, reducer, every_pass, zero.overlap_comm)
-        stage = _build_stage(model, gradients, stored, coordinator, zero)
+        gradients = GradientReducer(shard, order, unreduced, reducer, every_pass, settings.overlap_comm)
+        stage = _build_stage(model, gradients, stored, coordinator, settings)
         if offload is not None and offload.shard is not None:
             # The CPU steps bucket by bucket; the parameters of one are published while it steps on the next.
             offload.shard.on_uploaded = stage.uploaded
@@ -212,7 +212,7 @@ def build_zero(
         build_ledger(built, optimizer, config, comm, micro_batches)
         monitor = QuantizationMonitor(
             groups, coordinator.buckets if coordinator is not None else [], reducer.strategy,
-            zero.quantization, comm, lambda: predict_unquantized(built, comm, micro_batches),
+            settings.quantization, comm, lambda: predict_unquantized(built, comm, micro_batches),
         )  # fmt: skip
         stands = accelerator_of(comm.device).memory_allocated(comm.device)
         return dataclasses.replace(built, meter=monitor if monitor.measures else None, bytes_at_build=stands)
@@ -266,7 +266,7 @@ def plan_groups(
     """Stages 0-2: layouts of the trainable parameters, one for each optimizer group, some ``per_tensor``."""
     # One limit for all groups: buckets of a small group are not cut smaller than those of a large one.
     total = sum(param.numel() for params in chosen for param in params)
-    limit = bucket_limit(total, config.zero.reduce_bucket_size, config.zero.allgather_bucket_size)
+    limit = choose_bucket_limit(total, config.zero.reduce_bucket_size, config.zero.allgather_bucket_size)
     plan = lambda params, index: plan_group(params, world_size, limit, index in per_tensor, config.zero.shard_align)
     return [
         GroupPlan(params, plan(params, index), index, False, index in per_tensor)
@@ -350,7 +350,7 @@ def _build_optimizer_shard(
         log.info(offload.describe(optimizer))
     return (OptimizerShard if offload is None else offload.build_shard)(
         optimizer, groups, dtypes.accumulation, reducer.comm.rank,
-        whole_sums=reducer.whole,
+        whole_sums=reducer.whole_sums,
         sub_group_size=config.zero.sub_group_size if config.zero.stage == 3 else None,
         # Looked up late: schedulers wrap the optimizer's step.
         one_pass=(lambda **given: optimizer.step(**given)) if isinstance(optimizer, CPUAdam) else None,
@@ -359,9 +359,9 @@ def _build_optimizer_shard(
 
 def _build_stage(
     model: nn.Module, gradients: GradientReducer, groups: Sequence[ParamGroup],
-    coordinator: PartitionedParameterCoordinator | None, zero: ZeroConfig,
+    coordinator: PartitionedParameterCoordinator | None, settings: ZeroConfig,
 ) -> ZeroStage1And2:  # fmt: skip
-    overlap = zero.overlap_param_gather and gradients.comm.world_size > 1
+    overlap = settings.overlap_param_gather and gradients.comm.world_size > 1
     if coordinator is not None:
         return (OverlappedZeroStage3 if overlap else ZeroStage3)(model, gradients, groups, coordinator)
     if overlap:
@@ -372,7 +372,7 @@ def _build_stage(
 def _build_reducer(
     groups: Sequence[ParamGroup], config: EngineConfig, comm: Communicator, dtypes: Dtypes, depth: int
 ) -> BucketReducer:
-    settings, strategy = config.zero.quantization, None
+    quantization, strategy = config.zero.quantization, None
     if config.zero.zero_quantized_gradients and comm.world_size > 1:  # qgZ, where anything travels
         # Persistent parameters (norms, biases) are few bytes, and the most sensitive ones: a scale of theirs would
         # cover gradients of several parameters, whose magnitudes have nothing to do with each other.
@@ -380,8 +380,10 @@ def _build_reducer(
         layouts = [group.layout for group in groups]
         numel = 2 * sum(layout.padded_numel for layout in layouts)
         dtypes_on_the_way = {dtypes.wire, torch.float32}
-        quantizer = build_quantizer("gradients", settings.gradient_bits, settings, numel, dtypes_on_the_way, comm)
-        strategy = QuantizedReduce(comm, layouts, dtypes.wire, quantizer, frozenset(exact), settings.error_feedback)
+        quantizer = build_quantizer(
+            "gradients", quantization.gradient_bits, quantization, numel, dtypes_on_the_way, comm
+        )
+        strategy = QuantizedReduce(comm, layouts, dtypes.wire, quantizer, frozenset(exact), quantization.error_feedback)
     # NCCL sums in its own order, at its own speed; elsewhere exact sums are the faster ones too (docs/log.md).
     method = config.comm.reduce or ("native" if comm.backend == "nccl" and strategy is None else "exact")
     whole = config.zero.stage == 0 or not config.zero.reduce_scatter

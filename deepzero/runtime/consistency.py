@@ -244,7 +244,7 @@ class StepAgreement:
         return math.isfinite(self.norm)
 
 
-def exact_sum(values: Sequence[float]) -> float:
+def sum_rounded_once(values: Sequence[float]) -> float:
     """The sum, rounded once: the same however ranks share the values, as long as these are fp32 and no 2**25 apart."""
     # A rank's sum of such values has no more bits than a double, so nothing is lost before the ranks' sums are added.
     try:
@@ -295,7 +295,7 @@ def agree(
     stopping, troubled, bad = (count > 0 for count in numbers[-OWN_WORDS:-2])
     seen = [(rank, value) for rank, value in enumerate(everyone) if losses[rank] != NO_LOSS]
     bad_losses = tuple((rank, value) for rank, value in seen if bad and not math.isfinite(value))
-    mean = exact_sum(everyone) / (comm.world_size * micro_batches)
+    mean = sum_rounded_once(everyone) / (comm.world_size * micro_batches)
     return StepAgreement(norm_from_bins(numbers[:EXPONENT_BINS]), mean, stopping, troubled, bad_losses)
 
 

@@ -261,7 +261,7 @@ class Engine(nn.Module):
             # Counted also when the step raises: a program that catches the error goes on with the next micro-batch.
             self.micro_steps += 1
             if boundary:
-                self.passes.count, self.passes.own = 0, False
+                self.passes.count, self.passes.any_given_loss = 0, False
 
     def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
         ledger, zero = self.comm.ledger, self.zero

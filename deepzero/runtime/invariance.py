@@ -8,7 +8,7 @@
     random numbers  those of micro-batch v are drawn from generators seeded by run, step and v (:func:`seed_generators`)
     gradients       ``((g_0 + g_1) + g_2) + …``: a reduction adds rank 0's, rank 1's, … to what the ones before it have
                     left, in fp32, each rounded to the wire's dtype by itself (``comm/exact_sum.py``)
-    norm, loss      sums that are exact, hence without an order (``grad_norm.py``, ``consistency.py:exact_sum``)
+    norm, loss      sums that are exact, hence without an order (``grad_norm.py``, ``consistency.py:sum_rounded_once``)
     the step        element by element; the divisor is M times the loss scale
 
     The first two are the program's, which calls ``engine.seed_micro_batch(seed)`` before each forward pass. Stages 0

@@ -61,7 +61,7 @@ from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS, PartitionedParamGroup
 from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER, HOST_MASTERS, ParamGroup
-from deepzero.runtime.zero.zeropp import SecondaryAllGather
+from deepzero.runtime.zero.zeropp import SecondaryAllGather, secondary_shards
 from deepzero.utils.storage import storage_ptr_of
 
 if TYPE_CHECKING:
@@ -339,24 +339,25 @@ def planned(buckets: Sequence[PartitionedBucket], plan: FetchPlan) -> tuple[dict
     seen: set[int] = set()
     flying: set[int] = set()
     # A publication to replicas has at most two buffers for quantised messages under way.
-    most_flying = min(2, sum(bucket.gather.quantizes and bucket.gather.mics for bucket in buckets))
+    most_flying = min(2, sum(bucket.strategy.quantizes and bucket.strategy.mics for bucket in buckets))
     for use in plan:
         flying |= {key for key, _ in use.launches}
-        most_flying = max(most_flying, sum(buckets[key].gather.quantizes for key in flying))
+        most_flying = max(most_flying, sum(buckets[key].strategy.quantizes for key in flying))
         flying -= set(use.keys)
         for key, backward in use.launches:
-            bucket, gather = buckets[key], buckets[key].gather
-            kept = gather.group is not None and (key in seen or gather.always_inside)
+            bucket, strategy = buckets[key], buckets[key].strategy
+            kept = strategy.group is not None and (key in seen or strategy.always_inside)
             seen.add(key)
-            forms[BACKWARD if backward else FORWARD].add(gather.forecast(inside=kept))
-            if gather.source.on_host and not kept:  # this rank's part comes from host memory first
-                world, true = gather.comm.world_size, bucket.layout.true_numel()
-                part_bytes = bucket.layout.shard_numel * gather.dtype.itemsize
-                fetched.add(Traffic(1, true / world, (bucket.layout.numel - true) / world, part_bytes))
+            forms[BACKWARD if backward else FORWARD].add(strategy.forecast(inside=kept))
+            if strategy.source.on_host and not kept:  # this rank's part comes from host memory first
+                world, true = strategy.comm.world_size, bucket.in_layout.true_numel()
+                part_bytes = bucket.in_layout.shard_numel * strategy.dtype.itemsize
+                fetched.add(Traffic(1, true / world, (bucket.in_layout.numel - true) / world, part_bytes))
     traffic = {**forms, **_replicas(buckets), **({FETCH: fetched} if fetched.calls else {})}
-    if fetched.calls and any(isinstance(b.gather.source, HostAllGather) and b.gather.source.in_file for b in buckets):
+    sources = [bucket.strategy.source for bucket in buckets]
+    if fetched.calls and any(isinstance(source, HostAllGather) and source.in_file for source in sources):
         traffic[FILE_FETCH] = fetched
-    return traffic, most_flying * max((bucket.gather.scratch_bytes for bucket in buckets), default=0)
+    return traffic, most_flying * max((bucket.strategy.scratch_bytes for bucket in buckets), default=0)
 
 
 def predict(coordinator: PartitionedParameterCoordinator, ledger: Ledger) -> None:
@@ -365,22 +366,22 @@ def predict(coordinator: PartitionedParameterCoordinator, ledger: Ledger) -> Non
     forecasts = [planned(buckets, plan) for plan in coordinator.plans()]
     if coordinator.training.plan is not None:
         ledger.predicted_traffic.update(forecasts[0][0])
-    itemsize = max((bucket.gather.dtype.itemsize for bucket in buckets), default=0)
+    itemsize = max((bucket.strategy.dtype.itemsize for bucket in buckets), default=0)
     messages = max(message_bytes for _, message_bytes in forecasts)
     ledger.predicted_memory["gathered"] = coordinator.pool.predicted_numel * itemsize + messages
 
 
 def secondary_bytes(buckets: Iterable[PartitionedBucket]) -> int:
     """What hpZ or MiCS keep of the buckets on a rank: one H-th of each, as it travels."""
-    gathers = [bucket.gather for bucket in buckets if isinstance(bucket.gather, SecondaryAllGather)]
-    return sum(gather.kept_messages * gather.message_bytes for gather in gathers)
+    found = [bucket.strategy for bucket in buckets if isinstance(bucket.strategy, SecondaryAllGather)]
+    return sum(strategy.kept_messages * strategy.message_bytes for strategy in found)
 
 
 def _replicas(buckets: Sequence[PartitionedBucket]) -> dict[str, Traffic]:
     total = Traffic()
     for bucket in buckets:
-        if isinstance(bucket.gather, SecondaryAllGather) and bucket.gather.mics:
-            total.add(bucket.gather.forecast_to_replicas())
+        if isinstance(bucket.strategy, SecondaryAllGather) and bucket.strategy.mics:
+            total.add(bucket.strategy.forecast_to_replicas())
     return {TO_REPLICAS: total} if total.calls else {}
 
 
@@ -404,7 +405,7 @@ def build_ledger(
         stage=config.zero.stage,
         overlap=config.zero.overlap_comm,
         micro_batches=micro_batches,
-        whole_reduce=built.bucket_reducer.whole,
+        whole_reduce=built.bucket_reducer.whole_sums,
         exact=built.bucket_reducer.method == "exact",
         quantized_grads=built.bucket_reducer.strategy.format if built.bucket_reducer.strategy is not None else None,
         invariant=config.comm.world_size_invariant,
@@ -559,10 +560,13 @@ def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledg
     ledger.watch("moments", moments, padding["moments"])
     ledger.watch("buckets", buckets)
     if stage3 is not None:
-        ledger.watch("gathered", stage3.coordinator.gather_buffers, most=stage3.coordinator.most_gathered)
-        ledger.watch(SPARE, stage3.coordinator.spare_buffers)
-        if stage3.coordinator.secondaries():
-            ledger.watch(SECONDARY, stage3.coordinator.secondaries)
+        pools, gathered_buckets = stage3.coordinator.pools, stage3.coordinator.buckets
+        gathered = lambda: [buffer for pool in pools for buffer in pool.buffers(free=False)]
+        ledger.watch("gathered", gathered, most=lambda: sum(pool.most_bytes() for pool in pools))
+        # Kept for the next gather, on a CPU; a GPU's allocator keeps it.
+        ledger.watch(SPARE, lambda: [buffer for pool in pools for buffer in pool.buffers(taken=False)])
+        if secondary_shards(gathered_buckets):
+            ledger.watch(SECONDARY, lambda: secondary_shards(gathered_buckets))
     if offload is not None:
         inside = sum(t.nbytes for t in stepped_on_host() if offload.holds(t))
         padding[MOMENTS] = sum(t.nbytes for t in offload.tensors(MOMENTS)) - inside
@@ -597,7 +601,7 @@ def _padding(built: ZeroComponents) -> Counter[str]:
     for group, flat, mine in zip(built.groups, gradients.unreduced.flat, gradients.shard.grad_S, strict=True):
         count("gradients", flat, group.layout.numel)
         kept = sum(f.numel for f in group.fragments if f.shard_start >= group.placement.host_optimizer_numel)
-        count("gradients", mine, group.layout.numel if built.bucket_reducer.whole else kept)
+        count("gradients", mine, group.layout.numel if built.bucket_reducer.whole_sums else kept)
         on_host += sum(f.numel for f in group.fragments) - kept
     if offload is not None and offload.sums is not None:
         held = sum(t.nbytes for t in offload.tensors(GRADIENTS))

@@ -61,7 +61,8 @@ class QuantizationMonitor:
         comm: Communicator,
         changed: Callable[[], None],
     ) -> None:
-        self.buckets, self.quantized_grads = [bucket for bucket in buckets if bucket.gather.quantizes], quantized_grads
+        self.buckets = [bucket for bucket in buckets if bucket.strategy.quantizes]
+        self.quantized_grads = quantized_grads
         self.names: dict[Key, str] = {
             (number, bucket.index): short_name([group.names[slot.index] for slot in bucket.slots])
             for number, group in enumerate(groups)
@@ -122,7 +123,7 @@ class QuantizationMonitor:
     # ---- how ---------------------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        weights = [bucket for bucket in self.buckets if bucket.gather.quantizes]
+        weights = [bucket for bucket in self.buckets if bucket.strategy.quantizes]
         reduce = self.quantized_grads
         gradients = [key for key in self.names if reduce is not None and reduce.takes(key)]
         sent = reduce.measured if reduce is not None else {}
@@ -131,9 +132,9 @@ class QuantizationMonitor:
         self.weights, self.gradients = {}, {}
         before = len(self.unquantized)
         for bucket, pair in zip(weights, sums, strict=False):
-            if self._note_ratio("weights", short_name([param._zero.name for param in bucket.params]), pair):
+            if self._note_ratio("weights", short_name([param._record.name for param in bucket.params]), pair):
                 # Nothing is gathered now. Both names, so that the old strategy's secondary shard is freed.
-                bucket.gather = bucket.gathered_by = bucket.gather.unquantized()
+                bucket.strategy = bucket.gathered_by = bucket.strategy.unquantized()
         for key, pair in zip(gradients, sums[len(weights) :], strict=True):
             if self._note_ratio("gradients", self.names[key], pair) and reduce is not None:
                 reduce.exact_buckets.add(key)
@@ -142,7 +143,7 @@ class QuantizationMonitor:
 
     def _of_weights(self, bucket: PartitionedBucket) -> tuple[float, float]:
         """This rank's shard, quantised and back, in whole blocks: squares of the values and of their errors."""
-        quantizer, shard = bucket.gather.quantizer, bucket.shard
+        quantizer, shard = bucket.strategy.quantizer, bucket.shard
         if quantizer is None:
             return 0.0, 0.0
         step = max(CHUNK // quantizer.format.block, 1) * quantizer.format.block

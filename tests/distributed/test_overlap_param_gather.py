@@ -341,7 +341,7 @@ def test_frozen_weights_are_fetched_too_but_not_what_the_program_holds(rank, wor
     for engine in engines:
         one_step(engine, rank, world)
         one_step(engine, rank, world)
-        first = engine.module.embed.weight._zero.bucket
+        first = engine.module.embed.weight._record.bucket
         assert (first.key in engine.stage.coordinator.live) is (engine is engines[1])
         with deepzero.zero.GatheredParameters(engine.module.embed.weight):
             one_step(engine, rank, world)

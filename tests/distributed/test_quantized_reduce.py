@@ -82,7 +82,7 @@ class Plain:
 
 def reducer_over(comm, layout, form, dtype, depth, feedback=False, exact_groups=frozenset()):
     strategy = QuantizedReduce(comm, [layout], dtype, Quantizer(form), exact_groups, feedback)
-    return BucketReducer(comm, layout.largest_bucket, dtype, "exact", whole=False, depth=depth, strategy=strategy)
+    return BucketReducer(comm, layout.largest_bucket, dtype, "exact", whole_sums=False, depth=depth, strategy=strategy)
 
 
 def outputs_of(layout):

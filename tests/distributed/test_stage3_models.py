@@ -263,7 +263,7 @@ def test_registered_external_parameter(rank, world, late):
     engine.ledger.trace = True
     engine(batch(0, rank))
     fetched = [e for e in engine.ledger.events if e.what == "fetch"]
-    first = next(e for e in fetched if e.where == f"bucket {model.first.weight._zero.bucket.key}")
+    first = next(e for e in fetched if e.where == f"bucket {model.first.weight._record.bucket.key}")
     zero.unregister_external_parameter(model, model.first.weight)
     with pytest.raises(ValueError, match="not registered"):
         zero.unregister_external_parameter(model, model.first.weight)

@@ -9,6 +9,7 @@ from torch import nn
 
 import deepzero
 from deepzero.runtime.zero import partition_plan
+from deepzero.runtime.zero.zeropp import secondary_shards
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import (
     WHOLE,
@@ -105,7 +106,9 @@ def test_frozen_weights_alone(rank, world):
     """Frozen weights alone are quantised: the trained ones keep the bits they have without a frozen one's error."""
     zero = {**WHOLE, "zero_quantized_nontrainable_weights": True, "quantization": SHORT}
     engine = built(settings(zero, precision="bf16"), frozen_embedding)
-    quantised = {param.requires_grad: param._zero.placed()[0].gather.quantizes for param in engine.module.parameters()}
+    quantised = {
+        param.requires_grad: param._record.placed()[0].strategy.quantizes for param in engine.module.parameters()
+    }
     one_step(engine, rank, world)
     with deepzero.zero.GatheredParameters(engine.module.embed.weight):
         kept = engine.module.embed.weight.detach().clone()
@@ -119,7 +122,7 @@ def test_a_shard_that_cannot_be_read_leaves_nothing_behind(rank, world, how):
     """As from a disk: no buffer stays taken, and when it can be read again all goes on."""
     engines = [start(make_model(), stage=3, bucket=700, zero=how) for _ in range(2)]
     coordinator = engines[0].stage.coordinator
-    unreadable = coordinator.buckets[1].gather.source
+    unreadable = coordinator.buckets[1].strategy.source
     for _ in range(2):
         with mock.patch.object(unreadable, "fetch_shard", side_effect=OSError("disk")):
             with pytest.raises(OSError, match="disk"):
@@ -128,7 +131,7 @@ def test_a_shard_that_cannot_be_read_leaves_nothing_behind(rank, world, how):
             with pytest.raises(OSError, match="disk"), deepzero.zero.GatheredParameters(engines[0].module.parameters()):
                 pass
         assert not any(bucket.gather_refs or is_gathered(bucket.params[0]) for bucket in coordinator.buckets)
-        assert not coordinator.gather_buffers()
+        assert not any(pool.buffers(free=False) for pool in coordinator.pools)
     for engine in engines:
         one_step(engine, rank, world)
     assert engines[0].params_sha256() == engines[1].params_sha256()
@@ -193,7 +196,7 @@ def test_two_ranks(rank, world):
         engine = built(settings(zero))
         done = [one_step(engine, rank, world, step) for step in range(3)]
         found.append(([(step.loss, step.grad_norm) for step in done], engine.params_sha256()))
-        assert (len(engine.zero.stage3.coordinator.secondaries()) > 0) == (zero is not WHOLE)
+        assert (len(secondary_shards(engine.zero.stage3.coordinator.buckets)) > 0) == (zero is not WHOLE)
     assert found[0] == found[1] == found[2]
 
 
@@ -229,12 +232,13 @@ def test_checkpoint_in_the_middle(rank, world, tmp_path, zero):
     engine.load_checkpoint(tmp_path)
     went_on = go(engine, rank, world, 3, 4)
     coordinator = engine.zero.stage3.coordinator
-    assert len(coordinator.secondaries()) > 0 and not any(pool._taken for pool in coordinator.pools)  # given back
+    assert secondary_shards(coordinator.buckets)
+    assert not any(pool._taken for pool in coordinator.pools)  # given back
     as_predicted(engine.report()["communication"])
     went_on += go(engine, rank, world, 4, 6)
     assert (went_on, engine.params_sha256()) == (losses[3:], sha)
     engine.destroy()
-    assert len(coordinator.secondaries()) == 0
+    assert len(secondary_shards(coordinator.buckets)) == 0
 
 
 @on_ranks(4)
@@ -245,7 +249,7 @@ def test_states_that_leave_between_phases(rank, world):
         one_step(engine, rank, world, step)
         one_step(twin, rank, world, step)
         engine.offload_states()
-        assert sum(t.nbytes for t in engine.zero.stage3.coordinator.secondaries() if t.untyped_storage().nbytes()) == 0
+        assert not any(t.untyped_storage().nbytes() for t in secondary_shards(engine.zero.stage3.coordinator.buckets))
         engine.reload_states()
     assert engine.params_sha256() == twin.params_sha256() and engine.last_step == twin.last_step
 

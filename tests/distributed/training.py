@@ -234,7 +234,7 @@ def check_alike(value: Any) -> None:
 
 def is_gathered(param: nn.Parameter) -> bool:
     """Whether the bucket of a partitioned parameter is on this rank, or on its way, shown or not."""
-    return param._zero.placed()[0].status is not deepzero.zero.ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+    return param._record.placed()[0].status is not deepzero.zero.ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
 
 
 def as_predicted(communication: dict[str, Any]) -> None:

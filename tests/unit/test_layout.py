@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepzero.layout import ALIGN, MIN_BUCKET_NUMEL, bucket_limit, plan_layout
+from deepzero.layout import ALIGN, MIN_BUCKET_NUMEL, choose_bucket_limit, plan_layout
 
 numels = st.lists(st.integers(0, 5000), min_size=1, max_size=30)
 worlds = st.integers(1, 9)
@@ -75,10 +75,10 @@ def test_ten_thousand_ranks():
 
 
 def test_bucket_limit_is_an_upper_limit():
-    assert bucket_limit(10**9, 5 * 10**8, 10**7) == 10**7
-    assert bucket_limit(10**9, 5 * 10**8, 5 * 10**8) == 62_500_000
-    assert bucket_limit(1000, 5 * 10**8, 5 * 10**8) == MIN_BUCKET_NUMEL
-    assert bucket_limit(1000, 10, 5 * 10**8) == 10
+    assert choose_bucket_limit(10**9, 5 * 10**8, 10**7) == 10**7
+    assert choose_bucket_limit(10**9, 5 * 10**8, 5 * 10**8) == 62_500_000
+    assert choose_bucket_limit(1000, 5 * 10**8, 5 * 10**8) == MIN_BUCKET_NUMEL
+    assert choose_bucket_limit(1000, 10, 5 * 10**8) == 10
 
 
 @pytest.mark.parametrize("bad", [([5], 0, 10), ([5], 2, 0), ([-1], 2, 10)])

@@ -209,6 +209,10 @@ class BufferPool:
         """All buffers, or those that wait for a bucket (``free``), or those that hold one (``taken``)."""
         return [*(self._free if free else ()), *(self._taken.values() if taken else ())]
 
+    def most_bytes(self) -> int:
+        """The most bytes of all buffers in this step."""
+        return self.most_numel * self.dtype.itemsize
+
     # ---- which buffers a step takes ----------------------------------------------------------------------------------
 
     @property

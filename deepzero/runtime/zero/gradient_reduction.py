@@ -213,7 +213,7 @@ class GradientReducer:
         shard: has ``grad_S``, where the sums go.
         order: the buckets in launching order, the same on all ranks.
         unreduced: the gradients that wait to be sent.
-        bucket_reducer: sends them to their owners; with its ``whole`` every rank gets the whole sum.
+        bucket_reducer: sends them to their owners; with its ``whole_sums`` every rank gets the whole sum.
         every_pass: reduce every micro-batch instead of the sum of all of them.
         overlap: where ``every_pass`` is False, reduce the last micro-batch during its backward pass.
     """
@@ -336,14 +336,14 @@ class GradientReducer:
         norms.fresh.discard(bucket.index)
         self._whole_gathered.discard((g, bucket.index))
         measure: Measure | None = None
-        if is_reduction_boundary and not self.bucket_reducer.whole:
+        if is_reduction_boundary and not self.bucket_reducer.whole_sums:
             # Nothing is added to this sum afterwards, so its block norms are taken while it is in the core's cache.
             measure = partial(norms.measure, bucket.shard_offset)
             norms.fresh.add(bucket.index)
         # Further ones of a step are added to it, in the order of the global batch, whatever W: see ``invariance.py``.
         accumulate = self.reduced or again
         output, around_sum = self.shard.grad_output(g, bucket, accumulate)
-        if self.every_pass and self.bucket_reducer.whole:
+        if self.every_pass and self.bucket_reducer.whole_sums:
             output = self.shard.grad_shard(g, bucket)  # the others' sums come when they are complete: reduce_now
         place = self.groups[g].names[bucket.slots[0].index]  # for traces
         with self.comm.ranges.span("reduce", bucket.index, place):
@@ -369,10 +369,10 @@ class GradientReducer:
                 self._reduce_bucket(g, bucket, is_reduction_boundary=True)
             self.unreduced.name_unused()
         self.drain()
-        if self.every_pass and self.bucket_reducer.whole and self.comm.world_size > 1:
+        if self.every_pass and self.bucket_reducer.whole_sums and self.comm.world_size > 1:
             for g, bucket in self.order:
                 if (g, bucket.index) not in self._whole_gathered:  # all ranks agree: each of them reduces every bucket
-                    self.bucket_reducer.gather(bucket, bucket.of(self.shard.grad_S[g]))
+                    self.bucket_reducer.gather_sums(bucket, bucket.of(self.shard.grad_S[g]))
             self.drain()
             self._whole_gathered.update((g, bucket.index) for g, bucket in self.order)
         self.reduced = True

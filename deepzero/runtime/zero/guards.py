@@ -192,8 +192,8 @@ def accept_writes(bucket: PartitionedBucket) -> None:
 
 def accept_write(param: ZeroParameter) -> None:
     """The same for one parameter."""
-    bucket, slot = param._zero.placed()
-    bucket.accepted[0][bucket.layout.slots.index(slot)] = param._version
+    bucket, slot = param._record.placed()
+    bucket.accepted[0][bucket.in_layout.slots.index(slot)] = param._version
 
 
 def accept_values(bucket: PartitionedBucket) -> None:
@@ -221,9 +221,9 @@ def modified_param(bucket: PartitionedBucket, every_element: bool = False) -> Ze
             if param._version != version:
                 return param
     if bucket.shown:
-        data_ptr, itemsize = bucket.gather.comm.data_ptr, gathered.itemsize
-        start = data_ptr(gathered) - bucket.layout.offset * itemsize
-        for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
+        data_ptr, itemsize = bucket.strategy.comm.data_ptr, gathered.itemsize
+        start = data_ptr(gathered) - bucket.in_layout.offset * itemsize
+        for param, slot in zip(bucket.params, bucket.in_layout.slots, strict=True):
             if data_ptr(param) != start + slot.offset * itemsize and slot.numel:
                 return param
     # With one rank the shard would be compared with itself, which tells nothing.
@@ -243,8 +243,8 @@ def _written_through_data(bucket: PartitionedBucket, step: int) -> ZeroParameter
     if samples is None:  # the first element that differs names the parameter
         step, expected = 1, shard
     differs = (mine[::step].view(bits) != expected.view(bits)).nonzero()[0].item()
-    offset = bucket.layout.part_start(bucket.gather.comm.rank) + int(differs) * step
-    slots = zip(bucket.params, bucket.layout.slots, strict=True)
+    offset = bucket.in_layout.part_start(bucket.strategy.comm.rank) + int(differs) * step
+    slots = zip(bucket.params, bucket.in_layout.slots, strict=True)
     return next((param for param, slot in slots if slot.offset <= offset < slot.end), bucket.params[0])
 
 
@@ -255,18 +255,18 @@ def check_writes(bucket: PartitionedBucket, every_element: bool = False) -> None
 
 
 def _sample_step(bucket: PartitionedBucket) -> int:
-    return max(1, bucket.layout.shard_numel // SAMPLES)
+    return max(1, bucket.in_layout.shard_numel // SAMPLES)
 
 
 def _shard_within(bucket: PartitionedBucket) -> torch.Tensor:
-    start, numel = bucket.gather.comm.rank * bucket.layout.shard_numel, bucket.layout.shard_numel
+    start, numel = bucket.strategy.comm.rank * bucket.in_layout.shard_numel, bucket.in_layout.shard_numel
     return bucket.gathered[start : start + numel]
 
 
 def write_lost(param: ZeroParameter, verb: str) -> PartitionedUseError:
     """The error of a write that ``verb`` (``is lost``, ``would be lost``)."""
     return PartitionedUseError(
-        f"parameter {param._zero.name!r} was written while it was gathered for reading, and the in-place "
+        f"parameter {param._record.name!r} was written while it was gathered for reading, and the in-place "
         f"modification {verb}; write inside `with deepzero.zero.GatheredParameters(param, modifier_rank=0):`, and "
         "leave it before the next step"
     )

@@ -288,11 +288,11 @@ class ModuleHooks:
         """For autograd: in place of a weight, or of a view of one, where to find it."""
         if type(tensor) is PartitionedParameter:
             # The object itself: a custom autograd function saves what it was given, and is not intercepted.
-            record = tensor._zero
+            record = tensor._record
             bucket, slot = record.placed()
             if not self.coordinator.has(bucket):
                 return keep(tensor)
-            start = slot.offset - bucket.layout.offset
+            start = slot.offset - bucket.in_layout.offset
             return SavedWeight(bucket.key, bucket.generation, tensor.dtype, record.shape, record.stride, start)
         # By storage pointer: a transposed, sliced or expanded weight has the storage of its bucket's buffer.
         if (owner := self.coordinator.bucket_shown_by(tensor)) is None:
@@ -311,10 +311,10 @@ class ModuleHooks:
     def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """In place of a parameter's object what it shows, or would show: behind a view the values stay."""
         if isinstance(tensor, PartitionedParameter):
-            bucket, _ = tensor._zero.placed()
+            bucket, _ = tensor._record.placed()
             if not self.coordinator.has(bucket):
                 return tensor
-            with self._one_operation([bucket], f"kept view of {tensor._zero.name}"), hide_from_checkpointing():
+            with self._one_operation([bucket], f"kept view of {tensor._record.name}"), hide_from_checkpointing():
                 return bucket.value(tensor)
         return tensor.detach() if isinstance(tensor, ZeroParameter) else tensor
 
@@ -345,7 +345,7 @@ class ModuleHooks:
         # What a context holds needs no fetch: a rank may differentiate there alone.
         held = bucket.gather_refs and bucket.status is ZeroParamStatus.AVAILABLE
         if packed.key not in self.coordinator.current and not held:
-            self.coordinator.fetch_sub_module((packed.key,), bucket.params[0]._zero.name, show_params=False)
+            self.coordinator.fetch_sub_module((packed.key,), bucket.params[0]._record.name, show_params=False)
         # The same elements with the same strides, in whatever buffer the bucket was gathered into this time. The dtype
         # differs where a program has saved a weight's bits under another one (view(torch.int16)).
         flat = bucket.gathered

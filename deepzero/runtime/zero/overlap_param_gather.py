@@ -419,9 +419,9 @@ def may_go_ahead(bucket: PartitionedBucket) -> bool:
     step on; nor with MiCS, which first renews what it gathers from; nor from host memory, into which the CPU still
     writes.
     """
-    gather = bucket.gather
+    strategy = bucket.strategy
     held = bucket.status is not ZeroParamStatus.NOT_AVAILABLE
-    return not (held or gather.quantizes or gather.mics or gather.source.on_host)
+    return not (held or strategy.quantizes or strategy.mics or strategy.source.on_host)
 
 
 def is_opaque(module: nn.Module) -> bool:

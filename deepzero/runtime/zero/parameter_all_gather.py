@@ -63,13 +63,13 @@ class PlainAllGather:
     mics = kept_for_good = False
     secondary_shard: torch.Tensor | None = None
 
-    def __init__(self, layout: Bucket, dtype: torch.dtype, comm: Communicator, where: str) -> None:
-        self.layout, self.dtype, self.comm, self.where = layout, dtype, comm, where
+    def __init__(self, in_layout: Bucket, dtype: torch.dtype, comm: Communicator, where: str) -> None:
+        self.in_layout, self.dtype, self.comm, self.where = in_layout, dtype, comm, where
         # The strategy that brings this rank's shard to the device: itself, or the plain one on which it is built.
         self.source: PlainAllGather = self
-        self.message_bytes = layout.shard_numel * dtype.itemsize
+        self.message_bytes = in_layout.shard_numel * dtype.itemsize
         # Counted apart in the ledger: elements of a message that belong to no parameter, times the ranks it goes to.
-        self._padding = (comm.world_size - 1) * layout.padding_of(comm.rank)
+        self._padding = (comm.world_size - 1) * in_layout.padding_of(comm.rank)
         self._pending: Pending | None = None
 
     @property
@@ -95,7 +95,7 @@ class PlainAllGather:
             self.make_message(values, place if messages is gathered else shard_of(messages, rank, world))
             # Inside the context: on a GPU it is ordered behind the source's copy, on the copy's stream.
             self._pending = self.comm.all_gather(
-                kind, messages, self._padding, self.where, numel=self.layout.shard_numel
+                kind, messages, self._padding, self.where, numel=self.in_layout.shard_numel
             )
 
     def make_message(self, values: torch.Tensor, message: torch.Tensor) -> None:
@@ -166,8 +166,8 @@ class PlainAllGather:
 
     def _traffic(self, sends: int, crossing: float, fraction: float) -> Traffic:
         """``sends`` messages a rank, ``crossing`` of them to other nodes; ``fraction`` of the bucket's elements."""
-        true, size = self.layout.true_numel(), self.message_bytes
-        return Traffic(1, true * fraction, (self.layout.numel - true) * fraction, size * sends, size * crossing)
+        true, size = self.in_layout.true_numel(), self.message_bytes
+        return Traffic(1, true * fraction, (self.in_layout.numel - true) * fraction, size * sends, size * crossing)
 
 
 def send_to_replicas(buckets: Iterable[PartitionedBucket]) -> None:
@@ -178,13 +178,13 @@ def send_to_replicas(buckets: Iterable[PartitionedBucket]) -> None:
     under_way: deque[tuple[PlainAllGather, Pending]] = deque()
 
     def finish() -> None:
-        gather, pending = under_way.popleft()
+        strategy, pending = under_way.popleft()
         pending.wait()
-        gather.release_message()
+        strategy.release_message()
 
     for bucket in buckets:
-        if (pending := bucket.gather.launch_to_replicas(bucket)) is not None:
-            under_way.append((bucket.gather, pending))
+        if (pending := bucket.strategy.launch_to_replicas(bucket)) is not None:
+            under_way.append((bucket.strategy, pending))
         if len(under_way) == 2:
             finish()
     while under_way:

@@ -77,7 +77,7 @@ _IDS = itertools.count()
 
 
 class ParamRecord:
-    """One parameter's identity, and the place of its values; ``param._zero``."""
+    """One parameter's identity, and the place of its values; ``param._record``."""
 
     def __init__(self, param: nn.Parameter, name: str) -> None:
         self.id = next(_IDS)
@@ -107,24 +107,24 @@ class ZeroParameter(nn.Parameter):
 
     # As in nn.Parameter: nothing is intercepted.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _zero: ParamRecord
+    _record: ParamRecord
     # Whether the parameter has at most ``stage3_param_persistence_threshold`` elements: it stays whole.
     ds_persist = False
 
-    ds_id = property(attrgetter("_zero.id"), doc="A number that no other parameter of this process has.")
-    ds_numel = property(attrgetter("_zero.numel"), doc="Elements of the whole parameter.")
-    ds_shape = property(attrgetter("_zero.shape"), doc="Shape of the whole parameter.")
+    ds_id = property(attrgetter("_record.id"), doc="A number that no other parameter of this process has.")
+    ds_numel = property(attrgetter("_record.numel"), doc="Elements of the whole parameter.")
+    ds_shape = property(attrgetter("_record.shape"), doc="Shape of the whole parameter.")
 
     @property
     def ds_tensor(self) -> Tensor:
         """1-D: this rank's elements of the parameter, those which its optimizer updates; a view, possibly empty."""
-        bucket, slot = self._zero.placed()
+        bucket, slot = self._record.placed()
         return bucket.fragment_of(slot)
 
     @property
     def ds_status(self) -> ZeroParamStatus:
         """AVAILABLE where the parameter shows its values; the bucket's may be on this rank earlier, and longer."""
-        bucket = self._zero.placed()[0]
+        bucket = self._record.placed()[0]
         hidden = bucket.status is ZeroParamStatus.AVAILABLE and not bucket.shown
         return ZeroParamStatus.NOT_AVAILABLE if hidden else bucket.status
 
@@ -136,11 +136,11 @@ class ZeroParameter(nn.Parameter):
     def hide(self, dtype: torch.dtype, device: torch.device) -> None:
         """Leave the shape without the values; NaN, should anything read it in spite of all."""
         # No view of the buffer may stay, or the pool could not use the buffer again: the assignments below end them.
-        placeholder = self._zero.placeholder
+        placeholder = self._record.placeholder
         if placeholder is None or placeholder.dtype != dtype or placeholder.device != device:
             with torch.inference_mode(False):  # kept beyond the pass that may be under way
                 stub = torch.full((), torch.nan, device=device).to(dtype)
-                placeholder = self._zero.placeholder = stub.expand(self._zero.shape)
+                placeholder = self._record.placeholder = stub.expand(self._record.shape)
         self.show(placeholder)
         self.__class__ = PartitionedParameter
 
@@ -150,14 +150,14 @@ class PersistentParameter(nn.Parameter):
 
     # A class beside ZeroParameter, not below it: to the hooks and the coordinator only that one means "partitioned".
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _zero: ParamRecord
+    _record: ParamRecord
     ds_persist, ds_status = True, ZeroParamStatus.AVAILABLE
     ds_id, ds_numel, ds_shape = ZeroParameter.ds_id, ZeroParameter.ds_numel, ZeroParameter.ds_shape
 
     @property
     def ds_tensor(self) -> Tensor:
         """1-D: what this rank's optimizer updates of the parameter; all of an untrained one."""
-        group, slot = self._zero.group, self._zero.slot
+        group, slot = self._record.group, self._record.slot
         if group is None or slot is None:
             return self.detach().reshape(-1)
         mine = group.fragment_and_master(slot.index)
@@ -181,25 +181,25 @@ class PartitionedParameter(ZeroParameter):
             return _differentiate(func, args, kwargs)
         name = getattr(func, "__name__", str(func))
         # A constructor inside zero.Init may do anything with what is the context's own.
-        if Init.entered and any(p._zero.placed()[0].key == INIT_KEY for p in parameters_in((args, kwargs))):
+        if Init.entered and any(p._record.placed()[0].key == INIT_KEY for p in parameters_in((args, kwargs))):
             return Init.entered[0]._write_through(func, args, kwargs)
         if func is Tensor.copy_ and isinstance(args[0], PartitionedParameter):
             return _copy_into_shard(*args, **kwargs)
         # A result written into a parameter would be this rank's alone.
         if partitioned_in(kwargs.get("out")):
-            raise guards.use_error(partitioned_in(kwargs["out"])[0]._zero, f"written (out= of {name})")
+            raise guards.use_error(partitioned_in(kwargs["out"])[0]._record, f"written (out= of {name})")
         # torch.nn.init passes its tensor by name.
         first = args[0] if args else kwargs.get("tensor")
         with gather_on_use(parameters_in((args, kwargs)), name, first):
             # Parameters have become whole where they are; what was detached from them earlier is replaced.
-            whole = lambda alias: alias._zero.placed()[0].value(alias)
+            whole = lambda alias: alias._record.placed()[0].value(alias)
             with hide_from_checkpointing():
                 args, kwargs = pytree.tree_map_only(PartitionedParameter, whole, (args, kwargs))
             return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Names the logical shape and what this rank holds."""
-        record = self._zero
+        record = self._record
         bucket, slot = record.placed()
         return (
             f"Parameter containing:\npartitioned tensor(name={record.name!r}, shape={tuple(record.shape)}, "
@@ -209,23 +209,23 @@ class PartitionedParameter(ZeroParameter):
 
     def __deepcopy__(self, memo: Any) -> Any:
         # A copy would be a placeholder that belongs to no bucket.
-        raise guards.use_error(self._zero, "copied")
+        raise guards.use_error(self._record, "copied")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise guards.use_error(self._zero, "pickled or saved")
+        raise guards.use_error(self._record, "pickled or saved")
 
 
 def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
     """The same object, with a record. A subclass of Parameter, whose behaviour would be lost, raises a ConfigError."""
     if isinstance(param, ZeroParameter):
-        param._zero.name = name
+        param._record.name = name
         return param
     # Its class is what changes with its state, so it must not be one that carries behaviour (bitsandbytes, torchao).
     if type(param) is not nn.Parameter:
         raise ConfigError(f"parameter {name!r} is a {type(param).__name__}; stage 3 partitions plain nn.Parameter only")
     param.__class__ = ZeroParameter
     assigned: ZeroParameter = param  # type: ignore[assignment]
-    assigned._zero = ParamRecord(param, name)
+    assigned._record = ParamRecord(param, name)
     return assigned
 
 
@@ -247,7 +247,7 @@ def _all_gather_params(buckets: Sequence[PartitionedBucket], kind: str) -> None:
 @outliving_pass()
 def unpartition(param: ZeroParameter) -> None:
     """A plain parameter again, with its values. A collective, unless its bucket is gathered."""
-    bucket, _ = param._zero.placed()
+    bucket, _ = param._record.placed()
     gathered = bucket.status is ZeroParamStatus.AVAILABLE
     _all_gather_params([bucket], SETUP)
     # A copy, as the buffer goes back to the pool, or to the next parameter of the bucket.
@@ -255,7 +255,7 @@ def unpartition(param: ZeroParameter) -> None:
     if not gathered:
         bucket.release()
     param.show(values)
-    del param._zero
+    del param._record
     param.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
@@ -293,7 +293,7 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
     # Torch's convention for operations in place; and assignment to ``.data`` or to elements.
     writes = (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")
     if writes and any(param is first for param in params):
-        raise guards.use_error(first._zero, f"written ({name})")
+        raise guards.use_error(first._record, f"written ({name})")
     buckets = _buckets_of(params)
     missing = next(param for param in params if isinstance(param, PartitionedParameter))
     with ExitStack() as uses:
@@ -301,16 +301,16 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
         # One call for the buckets of each engine, in the order that is the same on all ranks.
         for hooks in dict.fromkeys(bucket.hooks for bucket in buckets):
             asked = [bucket for bucket in buckets if bucket.hooks is hooks]
-            use = hooks.gather_for_use(asked, f"{name} of {missing._zero.name}") if hooks is not None else None
+            use = hooks.gather_for_use(asked, f"{name} of {missing._record.name}") if hooks is not None else None
             if use is None:
-                raise guards.use_error(missing._zero, f"used ({name})")
+                raise guards.use_error(missing._record, f"used ({name})")
             uses.enter_context(use)
         return uses.pop_all()
 
 
 def _buckets_of(params: Iterable[ZeroParameter]) -> list[PartitionedBucket]:
     """The buckets of ``params``, each once, in the order that is the same on all ranks."""
-    return sorted({param._zero.placed()[0] for param in params}, key=attrgetter("number"))
+    return sorted({param._record.placed()[0] for param in params}, key=attrgetter("number"))
 
 
 def _differentiate(func: Any, args: Any, kwargs: Any) -> Any:
@@ -331,7 +331,7 @@ def _detached(param: PartitionedParameter, func: Any) -> PartitionedParameter:
     with torch._C.DisableTorchFunctionSubclass():
         plain = func(param)
     alias: PartitionedParameter = Tensor._make_subclass(PartitionedParameter, plain, False)
-    alias._zero = param._zero
+    alias._record = param._record
     return alias
 
 
@@ -341,7 +341,7 @@ def _copy_into_shard(target: Any, source: Tensor, non_blocking: bool = False) ->
     if isinstance(source, PartitionedParameter):
         raise PartitionedUseError(f"cannot copy from a partitioned parameter: {source!r}")
     # Nothing is sent: a state_dict that is loaded is the same on all ranks.
-    target._zero.placed()[0].write(target, source.detach().expand(target._zero.shape).reshape(-1))
+    target._record.placed()[0].write(target, source.detach().expand(target._record.shape).reshape(-1))
     return target
 
 
@@ -501,11 +501,11 @@ class Init:
         # Rank 0's values count: constructors may draw random numbers that are not seeded alike.
         values = param.data.to(comm.device, self.dtype or param.dtype).contiguous().reshape(-1)
         comm.broadcast(SETUP_BROADCAST, values)
-        layout = plan_layout([values.numel()], comm.world_size, values.numel()).buckets[0]
+        in_layout = plan_layout([values.numel()], comm.world_size, values.numel()).buckets[0]
         pool = self._pools.setdefault(values.dtype, BufferPool(values.dtype, comm.device))
-        shard = torch.zeros(layout.shard_numel, dtype=values.dtype, device=self._shard_device, pin_memory=self._pin)
-        gather = PlainAllGather(layout, values.dtype, comm, name)
-        bucket = PartitionedBucket(INIT_KEY, layout, [zero_param], shard, gather, pool)
+        shard = torch.zeros(in_layout.shard_numel, dtype=values.dtype, device=self._shard_device, pin_memory=self._pin)
+        strategy = PlainAllGather(in_layout, values.dtype, comm, name)
+        bucket = PartitionedBucket(INIT_KEY, in_layout, [zero_param], shard, strategy, pool)
         # It keeps this rank's elements of ``values``; the rest is freed with them.
         bucket.write(zero_param, values)
         self._freed_bytes += values.nbytes
@@ -528,7 +528,9 @@ class Init:
         self._partition_again(only_unseen=True)
         params = partitioned_in((args, kwargs))
         # The parameters themselves: ``params`` may be aliases of them.
-        themselves = [p for b in _buckets_of(params) for p in b.params if any(p._zero is one._zero for one in params)]
+        themselves = [
+            p for b in _buckets_of(params) for p in b.params if any(p._record is one._record for one in params)
+        ]
         whole = GatheredParameters(themselves, modifier_rank=0)
         whole.kinds = SETUP, SETUP_BROADCAST
         whole.gather()
@@ -563,7 +565,7 @@ def _can_be_partitioned(param: nn.Parameter) -> bool:
 def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParameter]) -> Any:
     """Call ``func`` with views of gathered parameters in their places; but they take themselves what replaces them."""
     replaced = partitioned_in(params) if getattr(func, "__name__", "") == "__set__" else params  # ``.data = values``
-    views = {id(param): param._zero.placed()[0].value(param) for param in replaced}
+    views = {id(param): param._record.placed()[0].value(param) for param in replaced}
     new_args, new_kwargs = pytree.tree_map_only(Tensor, lambda t: views.get(id(t), t), (args, kwargs))
     result = func(*new_args, **new_kwargs)
     returned = [given for given in pytree.tree_leaves((args, kwargs)) if views.get(id(given)) is result]
@@ -725,16 +727,16 @@ class GatheredParameters:
                 process_group.broadcast_tensor(values, source)
                 torch.autograd.graph.increment_version(param)  # the engine looks at it, on all ranks
                 continue
-            bucket, _ = param._zero.placed()
+            bucket, _ = param._record.placed()
             values = bucket.value(param)
             wrong = _take_back(param, values) or wrong
             # Rank ``source``'s values fill every rank's buffer, in place; then each keeps its fragment of them.
-            bucket.gather.comm.broadcast(self.kinds[1], values, source)
+            bucket.strategy.comm.broadcast(self.kinds[1], values, source)
             bucket.write(param, values.reshape(-1))
             guards.accept_write(param)
         # Secondary shards that are never stale follow.
         if self.buckets:
-            with self.buckets[0].gather.comm.ledger.aside():
+            with self.buckets[0].strategy.comm.ledger.aside():
                 send_to_replicas(self.buckets)
         if wrong:
             raise ValueError(wrong)
@@ -747,7 +749,7 @@ def _take_back(param: Tensor, values: Tensor) -> str:
     """
     given, param.data = param.data, values
     if given.shape != values.shape:
-        name = repr(param._zero.name) if hasattr(param, "_zero") else "a parameter"
+        name = repr(param._record.name) if hasattr(param, "_record") else "a parameter"
         return f"{name} of shape {tuple(values.shape)} was given {tuple(given.shape)}"
     if given.numel() and given.data_ptr() != values.data_ptr():
         values.copy_(given)

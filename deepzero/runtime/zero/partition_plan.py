@@ -17,7 +17,7 @@ from torch import nn
 
 from deepzero.comm.collectives import Communicator
 from deepzero.config.zero import ZeroConfig
-from deepzero.layout import FlatLayout, bucket_limit
+from deepzero.layout import FlatLayout, choose_bucket_limit
 from deepzero.placement import GroupPlan
 from deepzero.runtime.per_tensor import plan_group
 from deepzero.runtime.zero.buffer_pool import BufferPool
@@ -51,7 +51,7 @@ def plan_partitioning(
     # Backwards, as trained ones come: neighbours in the model are neighbours in a bucket.
     frozen = [p for p in reversed(list(names)) if p not in trained and is_real(p) and p.numel() > threshold]
     total = sum(param.numel() for params in (*chosen, frozen) for param in params)
-    limit = bucket_limit(total, config.reduce_bucket_size, config.allgather_bucket_size)
+    limit = choose_bucket_limit(total, config.reduce_bucket_size, config.allgather_bucket_size)
     # Two buckets are needed at a time: the one that is computed with and the next one.
     limit = min(limit, max(config.stage3_max_live_parameters // 2, 1))
     wanted: list[tuple[Sequence[nn.Parameter], int | None, bool]] = []
@@ -78,8 +78,8 @@ def limit_lookahead(config: ZeroConfig, limit: int) -> ZeroConfig:
 
     They are upper limits, with defaults (5e7, 1e9, 1e9) that are made for models of many billions: taken literally, a
     model below 1e9 elements would be gathered once and never released between forward and backward. So looking ahead
-    and keeping are limited to ``limit``: a bucket's largest size (``layout.py:bucket_limit``), or for groups that are
-    laid out per tensor a row of buckets.
+    and keeping are limited to ``limit``: a bucket's largest size (``layout.py:choose_bucket_limit``), or for groups
+    that are laid out per tensor a row of buckets.
     """
     return dataclasses.replace(
         config,

@@ -47,35 +47,39 @@ class ZeroParamStatus(Enum):
 class PartitionedBucket:
     """A bucket of the layout with its tensors: this rank's shard, and while it is gathered the whole of it.
 
-    ``key`` is the coordinator's number for it, or ``INIT_KEY``; ``layout``, one bucket of its group's layout, says
-    where the parameters lie in it, and ``params`` are those of its slots, in order; ``shard`` is 1-D, of the compute
-    dtype, ``[layout.shard_numel]``; ``gather`` is the strategy by which values for computing come; ``param_group`` is
-    theirs, None for the buckets of ``zero.Init``, which has no masters.
+    Args:
+        key: the coordinator's number for it, or ``INIT_KEY``.
+        in_layout: the same bucket in its group's layout: where the parameters lie in it, in integers.
+        params: the parameters of its slots, in order.
+        shard: 1-D ``[in_layout.shard_numel]``, compute dtype.
+        strategy: how it is gathered for computing.
+        pool: where its buffer comes from.
+        param_group: the parameters' group; None for the buckets of ``zero.Init``, which has no masters.
     """
 
     def __init__(
         self,
         key: int,
-        layout: Bucket,
+        in_layout: Bucket,
         params: Sequence[ZeroParameter],
         shard: torch.Tensor,
-        gather: PlainAllGather,
+        strategy: PlainAllGather,
         pool: BufferPool,
         param_group: PartitionedParamGroup | None = None,
     ) -> None:
-        self.key, self.layout, self.params, self._shard = key, layout, list(params), shard
-        self.gather, self.pool, self.param_group = gather, pool, param_group
+        self.key, self.in_layout, self.params, self._shard = key, in_layout, list(params), shard
+        self.strategy, self.pool, self.param_group = strategy, pool, param_group
         # Unique in this process, and the same on all ranks, which gather in its order; keys are one engine's.
         self.number = next(_NUMBERS)
         # With one rank the shard is the bucket: it is used where it is, unless the device would have to copy it.
-        on_device = not gather.source.on_host and shard.device.type == pool.device.type
-        self.shard_is_buffer = gather.comm.world_size == 1 and on_device
+        on_device = not strategy.source.on_host and shard.device.type == pool.device.type
+        self.shard_is_buffer = strategy.comm.world_size == 1 and on_device
         self.status = ZeroParamStatus.NOT_AVAILABLE
         # Counts changes of the values: a backward pass through older ones is refused.
         self.generation = 0
         self._gathered: torch.Tensor | None = None
-        # The strategy by which the values here came, or are coming: ``gather``, or its exact one.
-        self.gathered_by = gather
+        # The strategy by which the values here came, or are coming: ``strategy``, or its exact one.
+        self.gathered_by = strategy
         # AVAILABLE, and the parameters are views of what is gathered.
         self.shown = False
         # ``GatheredParameters`` contexts that need the values here; meanwhile only the last of them releases, if nobody
@@ -89,8 +93,8 @@ class PartitionedBucket:
         # What ``guards.py`` compares with, to find a write: versions of the parameters, and values of a sample.
         self.accepted: tuple[list[int], torch.Tensor | None] = ([], None)
         self._wait_for_update: Callable[[], None] | None = None
-        for param, slot in zip(self.params, layout.slots, strict=True):
-            param._zero.bucket, param._zero.slot = self, slot
+        for param, slot in zip(self.params, in_layout.slots, strict=True):
+            param._record.bucket, param._record.slot = self, slot
 
     @property
     def shard(self) -> torch.Tensor:
@@ -112,7 +116,7 @@ class PartitionedBucket:
 
     @property
     def gathered(self) -> torch.Tensor:
-        """1-D ``[layout.numel]``, in a buffer of the pool: the whole bucket; while INFLIGHT it is the all-gather's."""
+        """1-D ``[in_layout.numel]``, in a buffer of the pool: the whole bucket. While INFLIGHT it is being filled."""
         if self._gathered is None:
             raise RuntimeError(f"bucket {self.key} is {self.status.name}: its values are not here")
         return self._gathered
@@ -120,7 +124,7 @@ class PartitionedBucket:
     @property
     def names(self) -> str:
         """The first parameters of the bucket, for messages."""
-        names = [param._zero.name for param in self.params]
+        names = [param._record.name for param in self.params]
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     # ---- NOT_AVAILABLE → INFLIGHT → AVAILABLE → NOT_AVAILABLE --------------------------------------------------------
@@ -134,12 +138,14 @@ class PartitionedBucket:
         """
         self._expect(ZeroParamStatus.NOT_AVAILABLE, "launched")
         guards.check_on_device(self)
-        buffer = self.pool.take(self.layout.numel, self._shard if self.shard_is_buffer else None)
-        self._gathered = buffer if buffer.numel() == self.layout.numel else buffer[: self.layout.numel]  # may be longer
+        buffer = self.pool.take(self.in_layout.numel, self._shard if self.shard_is_buffer else None)
+        self._gathered = buffer
+        if buffer.numel() > self.in_layout.numel:  # the pool gives what it has
+            self._gathered = buffer[: self.in_layout.numel]
         # From here on a view of this memory is a view of these values, whoever holds one.
         address = storage_ptr_of(buffer)
         self.pool.contents[address] = (self, self.generation)
-        self.gathered_by = self.gather.exact if exact else self.gather
+        self.gathered_by = self.strategy.exact if exact else self.strategy
         try:
             self.gathered_by.launch(kind, self)
         except BaseException:  # a disk's: nothing is under way, and the bucket is as it was
@@ -163,16 +169,16 @@ class PartitionedBucket:
         """AVAILABLE: the parameters become views of what is gathered, if they are not."""
         if not self.shown:
             # Views, not copies: a bucket of a thousand parameters costs a thousand small objects and no memory.
-            whole, start = self.gathered, self.layout.offset
-            for param, slot in zip(self.params, self.layout.slots, strict=True):
-                param.show(whole.as_strided(param._zero.shape, param._zero.stride, slot.offset - start))
+            whole, start = self.gathered, self.in_layout.offset
+            for param, slot in zip(self.params, self.in_layout.slots, strict=True):
+                param.show(whole.as_strided(param._record.shape, param._record.stride, slot.offset - start))
             self.shown = True
 
     def hide(self) -> None:
         """AVAILABLE still, but the parameters become placeholders, if they are not."""
         if self.shown:
             for param in self.params:
-                param.hide(self._shard.dtype, self.gather.comm.device)
+                param.hide(self._shard.dtype, self.strategy.comm.device)
             self.shown = False
 
     def hide_unused(self) -> None:
@@ -211,18 +217,18 @@ class PartitionedBucket:
         Without quantisation they are the same, and nothing happens. **Whether values were exact for a while must not be
         seen later**: had this bucket been released in between, its next use would have had quantised ones.
         """
-        gather = self.gather.exact if exact else self.gather
-        if self.status is not ZeroParamStatus.AVAILABLE or gather.quantizes is self.gathered_by.quantizes:
+        strategy = self.strategy.exact if exact else self.strategy
+        if self.status is not ZeroParamStatus.AVAILABLE or strategy.quantizes is self.gathered_by.quantizes:
             return
         if self.gathered_by.quantizes:
             guards.check_writes(self)
-        self._refill(kind, gather)
+        self._refill(kind, strategy)
 
-    def _refill(self, kind: str, gather: PlainAllGather) -> None:
+    def _refill(self, kind: str, strategy: PlainAllGather) -> None:
         # Into the same buffer, so that views which modules and autograd hold see the other values, too.
-        self.gathered_by = gather
-        gather.launch(kind, self)
-        gather.finish()
+        self.gathered_by = strategy
+        strategy.launch(kind, self)
+        strategy.finish()
         self.pool.contents[storage_ptr_of(self.gathered)] = (self, self.generation)
         guards.accept_writes(self)
 
@@ -240,20 +246,20 @@ class PartitionedBucket:
 
     def value(self, param: ZeroParameter) -> torch.Tensor:
         """The whole parameter, AVAILABLE only: a view of what is gathered, in the parameter's shape and strides."""
-        record = param._zero
-        return self.gathered.as_strided(record.shape, record.stride, record.placed()[1].offset - self.layout.offset)
+        record = param._record
+        return self.gathered.as_strided(record.shape, record.stride, record.placed()[1].offset - self.in_layout.offset)
 
     def fragment_of(self, slot: ParamSlot) -> torch.Tensor:
         """1-D: this rank's elements of one parameter, in its shard."""
-        mine = self.layout.fragment(slot, self.gather.comm.rank)
-        return self.shard[mine.shard_start - self.layout.shard_offset :][: mine.numel]
+        mine = self.in_layout.fragment(slot, self.strategy.comm.rank)
+        return self.shard[mine.shard_start - self.in_layout.shard_offset :][: mine.numel]
 
     @torch.no_grad()
     def write(self, param: ZeroParameter, values: torch.Tensor) -> None:
         """New values for one parameter, 1-D and whole, the same on every rank: this rank keeps its fragment."""
         # The group has waited for fetches that read a shard in host memory; afterwards its masters follow.
-        slot = param._zero.placed()[1]
-        mine = self.layout.fragment(slot, self.gather.comm.rank)
+        slot = param._record.placed()[1]
+        mine = self.in_layout.fragment(slot, self.strategy.comm.rank)
         with self.param_group.writing(param) if self.param_group is not None else nullcontext():
             self.fragment_of(slot).copy_(values[mine.start :][: mine.numel])
         self.generation += 1

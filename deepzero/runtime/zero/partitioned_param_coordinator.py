@@ -151,7 +151,7 @@ class PartitionedParameterCoordinator:
         self.on_plan: Callable[[], None] = lambda: None
         self._recording_numel = min(recording_numel, limits.stage3_max_live_parameters)
         # Elements that a gathered bucket takes, padding included. With one rank none, so no limit releases it early.
-        self.bucket_numels = {bucket.key: 0 if bucket.shard_is_buffer else bucket.layout.numel for bucket in buckets}
+        self.bucket_numels = {bucket.key: 0 if bucket.shard_is_buffer else bucket.in_layout.numel for bucket in buckets}
         self.training, self.evaluation = (
             ModuleTrace(what, self.bucket_numels, limits, comm.rank == 0) for what in ("training", "evaluation")
         )
@@ -245,7 +245,7 @@ class PartitionedParameterCoordinator:
         for key, backward, note in fetches:
             bucket = self.buckets[key]
             kind = EVALUATION if self._trace is self.evaluation else BACKWARD if backward else FORWARD
-            self.comm.ledger.note("fetch", f"{note} at {where}" if note else where, bucket.gather.where)
+            self.comm.ledger.note("fetch", f"{note} at {where}" if note else where, bucket.strategy.where)
             if bucket.status is ZeroParamStatus.NOT_AVAILABLE:  # else GatheredParameters has it
                 # What was launched ahead, or before an evaluation, and released since, is counted already.
                 counted = self.comm.ledger.aside() if key in ahead or key in self._trace.evicted else nullcontext()
@@ -389,24 +389,6 @@ class PartitionedParameterCoordinator:
         found = self.pool.contents.get(storage_ptr_of(tensor))
         return found[0] if found is not None and found[0].generation == found[1] else None
 
-    # ---- what is gathered --------------------------------------------------------------------------------------------
-
-    def gather_buffers(self) -> list[torch.Tensor]:
-        """What is gathered, or on its way."""
-        return [buffer for pool in self.pools for buffer in pool.buffers(free=False)]
-
-    def spare_buffers(self) -> list[torch.Tensor]:
-        """What is kept for the next gather, on a CPU; a GPU's allocator keeps it."""
-        return [buffer for pool in self.pools for buffer in pool.buffers(taken=False)]
-
-    def most_gathered(self) -> int:
-        """The most bytes of both in this step."""
-        return sum(pool.most_numel * pool.dtype.itemsize for pool in self.pools)
-
-    def secondaries(self) -> list[torch.Tensor]:
-        """HpZ and MiCS: the secondary shards, which this rank keeps for its group."""
-        return [shard for bucket in self.buckets if (shard := bucket.gather.secondary_shard) is not None]
-
     def clear(self) -> None:
         """Let go of free buffers."""
         for pool in self.pools:
@@ -442,11 +424,11 @@ class PartitionedParameterCoordinator:
             # The program reads it inside GatheredParameters, whose end will release it.
             bucket.release_when_unreferenced = True
             return False
-        self.comm.ledger.note("release", "", bucket.gather.where)
-        with self.comm.ranges.span("release", key, bucket.params[0]._zero.name if bucket.params else ""):
+        self.comm.ledger.note("release", "", bucket.strategy.where)
+        with self.comm.ranges.span("release", key, bucket.params[0]._record.name if bucket.params else ""):
             return bucket.release(discard)
 
 
 def keys_of(params: Iterable[ZeroParameter]) -> tuple[int, ...]:
     """The buckets of ``params``, sorted."""
-    return tuple(sorted({param._zero.placed()[0].key for param in params}))
+    return tuple(sorted({param._record.placed()[0].key for param in params}))

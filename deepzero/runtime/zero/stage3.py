@@ -105,13 +105,13 @@ def partition_model(
     groups: list[ParamGroup] = []
     buckets: list[PartitionedBucket] = []
 
-    def build_bucket(group: PartitionedParamGroup, layout: Bucket) -> PartitionedBucket:
+    def build_bucket(group: PartitionedParamGroup, in_layout: Bucket) -> PartitionedBucket:
         key = len(buckets)
-        make = host_gather if host_gather is not None and group.placement.keeps_on_host(layout) else PlainAllGather
-        configured = for_trained if group.placement.trained else for_frozen
-        gather = configured(make(layout, dtype, comm, f"bucket {key}"))
-        params = [group.params[slot.index] for slot in layout.slots]
-        buckets.append(PartitionedBucket(key, layout, params, group.param_shard(layout), gather, pool, group))
+        make = PlainAllGather if host_gather is None or not group.placement.keeps_on_host(in_layout) else host_gather
+        plain = make(in_layout, dtype, comm, f"bucket {key}")
+        strategy = for_trained(plain) if group.placement.trained else for_frozen(plain)
+        params = [group.params[slot.index] for slot in in_layout.slots]
+        buckets.append(PartitionedBucket(key, in_layout, params, group.param_shard(in_layout), strategy, pool, group))
         return buckets[-1]
 
     for group in planned:
@@ -121,7 +121,7 @@ def partition_model(
         else:
             groups.append(ParamGroup(labels, group, dtype, comm, allocate))
     # While the order of modules is recorded, room for two buckets: the one in use and the next.
-    largest = max((bucket.layout.numel for bucket in buckets), default=0)
+    largest = max((bucket.in_layout.numel for bucket in buckets), default=0)
     limits, pools = limit_lookahead(config, limit), [pool, *messages]
     coordinator = PartitionedParameterCoordinator(buckets, limits, 2 * largest, comm, pools)
     # MiCS, and frozen parameters under hpZ: the first gather finds its secondary shards already.
@@ -176,13 +176,13 @@ class PartitionedParamGroup(ParamGroup):
     def _take_values(self, index: int) -> torch.Tensor:
         """1-D and whole: rank 0's values, or what ``zero.Init`` has partitioned. A placeholder is left."""
         param = as_zero_parameter(self.params[index], self.names[index])
-        if (bucket := param._zero.bucket) is None:
+        if (bucket := param._record.bucket) is None:
             values = take_values(param, self.comm)
         else:
             _all_gather_params([bucket], SETUP)
             values = bucket.value(param).reshape(-1)
             bucket.release()  # the view outlives it: while it is held, the pool does not use the buffer again
-            param._zero.bucket = param._zero.slot = None  # its shard is needed no more
+            param._record.bucket = param._record.slot = None  # its shard is needed no more
         param.hide(self.dtype, self.device)
         return values
 
@@ -225,7 +225,7 @@ class PartitionedParamGroup(ParamGroup):
             self.before_write()
         with self.around_write():
             yield
-            mine = self.fragment_and_master(param._zero.placed()[1].index) if param is not None else None
+            mine = self.fragment_and_master(param._record.placed()[1].index) if param is not None else None
             if mine is not None:
                 fragment, master = mine
                 update_master_from_param(master.view(-1), self.param_fragment(fragment))
@@ -237,7 +237,7 @@ class PartitionedParamGroup(ParamGroup):
 
     def _write_param(self, index: int, values: torch.Tensor) -> None:
         # The cast values, which the master follows; then come the bits that the cast has lost.
-        self.params[index]._zero.placed()[0].write(self.params[index], values)
+        self.params[index]._record.placed()[0].write(self.params[index], values)
 
     def sync_masters_from_params(self) -> None:
         """Before a step: a write to a gathered parameter is refused; permitted ones have been taken over already."""
@@ -254,7 +254,7 @@ class PartitionedParamGroup(ParamGroup):
     @torch.no_grad()
     def cast_masters(self, bucket: PartitionedBucket) -> None:
         """6: cast the masters of a bucket on which the device steps into its shard. Nothing is sent."""
-        if (masters := self.separate_masters(*self.part_of(bucket.layout))) is not None:
+        if (masters := self.separate_masters(*self.part_of(bucket.in_layout))) is not None:
             bucket.shard.copy_(masters)
         # In fp32 the optimizer has written the shard itself. Either way graphs of older values end here.
         bucket.mark_updated(None)
@@ -270,7 +270,7 @@ class PartitionedParamGroup(ParamGroup):
                 unpartition(param)
             bucket.params = []  # they have values of their own now
             bucket.release(discard=True)
-            bucket.gather.secondary_shard = None
+            bucket.strategy.secondary_shard = None
 
 
 def mark_persistent(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
@@ -281,7 +281,7 @@ def mark_persistent(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
             record = ParamRecord(param, name)
             record.group, record.slot = slots.get(param, (None, None))
             param.__class__ = PersistentParameter
-            param._zero = record  # type: ignore[attr-defined]
+            param._record = record  # type: ignore[attr-defined]
 
 
 # ---- 1 to 6 ----------------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ class ZeroStage3(ZeroStage1And2):
         # Kept for leaf modules, whose gradients are complete when their input's is, outside of this call.
         self._is_reduction_boundary = is_reduction_boundary
         # For the messages of ranks that fall apart, and stand in different places.
-        if (record := vars(param).get("_zero")) is not None:
+        if (record := vars(param).get("_record")) is not None:
             self.comm.trail.position = f"backward, gradient of {record.name}"
         super().reduce_ready_gradient(param, is_reduction_boundary)
 
@@ -376,7 +376,7 @@ class ZeroStage3(ZeroStage1And2):
         for group in self.trained_groups:
             for bucket in group.buckets:
                 # Where the CPU steps, its kernel has written the cast parameters, and ``uploaded`` has counted them.
-                if not group.placement.steps_on_host(bucket.layout) and bucket not in self._updated:
+                if not group.placement.steps_on_host(bucket.in_layout) and bucket not in self._updated:
                     group.cast_masters(bucket)
         renew_copies([bucket for group in self.trained_groups for bucket in group.buckets])
         self.wait_all_gathers()
@@ -406,7 +406,7 @@ class ZeroStage3(ZeroStage1And2):
         super().destroy()
         for param in self._model.parameters():
             if isinstance(param, PersistentParameter):
-                del param._zero
+                del param._record
                 param.__class__ = nn.Parameter  # type: ignore[assignment]
         for group in (*self.trained_groups, *self.frozen_groups):
             group.release()

@@ -231,7 +231,7 @@ class ParamFragment:
         reducer, comm = gradients.bucket_reducer, self.engine.comm
         bucket = plan_layout([self.slot.numel], comm.world_size, max(self.slot.numel, 1)).buckets[0]
         aside = BucketReducer(
-            comm, bucket.numel, reducer.wire_dtype, reducer.method, whole=True, depth=1, suffix=SUFFIX
+            comm, bucket.numel, reducer.wire_dtype, reducer.method, whole_sums=True, depth=1, suffix=SUFFIX
         )
         output = torch.zeros(bucket.numel, dtype=self.engine.step.grad_S[0].dtype, device=self.group.device)
         send_buffer = aside.acquire(bucket, output, accumulate=False)

@@ -63,12 +63,12 @@ class QuantizedAllGather(PlainAllGather):
     """
 
     def __init__(self, plain: PlainAllGather, quantizer: Quantizer, pool: BufferPool, scratch_bytes: int) -> None:
-        super().__init__(plain.layout, plain.dtype, plain.comm, plain.where)
+        super().__init__(plain.in_layout, plain.dtype, plain.comm, plain.where)
         self.source = plain.source
         self._plain, self.scratch_bytes = plain, scratch_bytes
         self.quantizer: Quantizer = quantizer
         self.pool = pool
-        self.message_bytes = quantizer.format.message_bytes(plain.layout.shard_numel)
+        self.message_bytes = quantizer.format.message_bytes(plain.in_layout.shard_numel)
         # Of the gather under way: what is decoded into, and where the pool's buffer for the messages is.
         self._gathered, self._address = torch.empty(0), 0
 
@@ -87,7 +87,7 @@ class QuantizedAllGather(PlainAllGather):
         if not self._messages.numel():
             return
         self.arrive()
-        numel = self.layout.shard_numel
+        numel = self.in_layout.shard_numel
         # This rank's own message too: every rank computes with the same values. The messages are read on the stream
         # that has waited for them, before the buffer goes back to the pool.
         for rank, shard in enumerate(self._gathered.split(numel)):
@@ -124,7 +124,7 @@ class SecondaryAllGather(PlainAllGather):
     """
 
     def __init__(self, inner: PlainAllGather, group: RankGroup, mics: bool, frozen: bool) -> None:
-        super().__init__(inner.layout, inner.dtype, inner.comm, inner.where)
+        super().__init__(inner.in_layout, inner.dtype, inner.comm, inner.where)
         self.inner, self.source, self.quantizer = inner, inner.source, inner.quantizer
         self.scratch_bytes, self.message_bytes = inner.scratch_bytes, inner.message_bytes
         self.group: RankGroup = group
@@ -158,8 +158,8 @@ class SecondaryAllGather(PlainAllGather):
         messages = inner.receive_into(into.gathered)
         shard_of(messages, group.index, group.size).copy_(self.secondary_shard)
         first, kept = group.index * self.kept_messages, self.kept_messages
-        padding = (group.size - 1) * sum(self.layout.padding_of(first + i) for i in range(kept))
-        numel = kept * self.layout.shard_numel
+        padding = (group.size - 1) * sum(self.in_layout.padding_of(first + i) for i in range(kept))
+        numel = kept * self.in_layout.shard_numel
         inner._pending = self.comm.all_gather(kind, messages, padding, self.where, group, numel)
 
     def finish(self) -> None:
@@ -195,8 +195,8 @@ class SecondaryAllGather(PlainAllGather):
         send = [message if q in keepers else message[:0] for q in range(world)]
         self._messages = message  # it belongs to the exchange until release_message
         self._generation, self._for_training = bucket.generation, True
-        padding = len(keepers - {rank}) * self.layout.padding_of(rank)
-        return self.comm.exchange(TO_REPLICAS, send, recv, padding, self.where, numel=self.layout.shard_numel)
+        padding = len(keepers - {rank}) * self.in_layout.padding_of(rank)
+        return self.comm.exchange(TO_REPLICAS, send, recv, padding, self.where, numel=self.in_layout.shard_numel)
 
     def release_message(self) -> None:
         """Let go of what :meth:`launch_to_replicas` has sent."""
@@ -218,9 +218,9 @@ class SecondaryAllGather(PlainAllGather):
 
     def forecast_to_replicas(self) -> Traffic:
         """What :meth:`launch_to_replicas` sends, mean over ranks: some keep their own message, and send one less."""
-        world, numel, size = self.comm.world_size, self.layout.shard_numel, self.message_bytes
+        world, numel, size = self.comm.world_size, self.in_layout.shard_numel, self.message_bytes
         to = [self.keepers_of(rank) - {rank} for rank in range(world)]
-        true = sum(len(others) * self.layout.true_numel_of(rank) for rank, others in enumerate(to))
+        true = sum(len(others) * self.in_layout.true_numel_of(rank) for rank, others in enumerate(to))
         sends = sum(map(len, to))
         crossing = sum(self.comm.nodes.leaving(rank, others) for rank, others in enumerate(to))
         return Traffic(1, true / world, (sends * numel - true) / world, size * sends / world, size * crossing / world)
@@ -240,8 +240,13 @@ def build_all_gather(
     """
     if plain.comm.world_size == 1:
         return plain
-    gather = plain if quantization is None else QuantizedAllGather(plain, *quantization)
-    return gather if group is None else SecondaryAllGather(gather, group, mics, frozen)
+    strategy = plain if quantization is None else QuantizedAllGather(plain, *quantization)
+    return strategy if group is None else SecondaryAllGather(strategy, group, mics, frozen)
+
+
+def secondary_shards(buckets: Iterable[PartitionedBucket]) -> list[torch.Tensor]:
+    """HpZ and MiCS: the secondary shards, which this rank keeps for its group."""
+    return [shard for bucket in buckets if (shard := bucket.strategy.secondary_shard) is not None]
 
 
 # ---- quantizers ------------------------------------------------------------------------------------------------------
