@@ -12,7 +12,17 @@ from deepzero.comm import process_group
 from deepzero.runtime.zero import partition_parameters
 from deepzero.zero import GatheredParameters, Init, PartitionedUseError, ZeroParamStatus
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import WHOLE, TinyModel, config, is_gathered, log_lines, make_model, one_step, start
+from tests.distributed.training import (
+    WHOLE,
+    WIDTH,
+    TinyModel,
+    config,
+    is_gathered,
+    log_lines,
+    make_model,
+    one_step,
+    start,
+)
 
 
 class PostInit(TinyModel):
@@ -35,16 +45,39 @@ class PostInit(TinyModel):
         return super().forward(ids, labels) * self.scale
 
 
+class Upper(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).T
+
+    def right_inverse(self, weight):
+        return weight.triu()
+
+
+class Copies(TinyModel):
+    """Repeats layers by ``copy.deepcopy``, as ``nn.Transformer`` does, and gives children other memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm.bias.requires_grad_(False)
+        self.more = copy.deepcopy(nn.ModuleList([self.blocks, self.norm, self.head, self.embed]))
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True), 2)
+        self.square = nn.utils.parametrize.register_parametrization(nn.Linear(8, 8), "weight", Upper())
+        self.turned = nn.Linear(8, 8)
+        with torch.no_grad():
+            self.turned.weight.t_()
+            self.turned.bias.set_(copy.deepcopy(self.square.bias.data) * 2)
+
+
 def values_of(model):
     with GatheredParameters(model.parameters()):
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", ["plain", "post"])
+@pytest.mark.parametrize("kind", ["plain", "post", "copies"])
 @pytest.mark.parametrize("world", [2, 3])
 @on_ranks(None)
 def test_values_are_those_of_the_whole_model(rank, world, kind):
-    classes = {"plain": TinyModel, "post": PostInit}
+    classes = {"plain": TinyModel, "post": PostInit, "copies": Copies}
     torch.manual_seed(1)
     expected = values_of(classes[kind]())
     torch.manual_seed(1)
@@ -52,6 +85,7 @@ def test_values_are_those_of_the_whole_model(rank, world, kind):
         model = classes[kind]()
     assert not any(is_gathered(p) for p in model.parameters())
     assert sum(p.ds_tensor.numel() for p in model.parameters()) < 0.8 * sum(p.numel() for p in model.parameters())
+    assert kind != "copies" or (model.more[2].weight is model.more[3].weight and not model.more[1].bias.requires_grad)
     got = values_of(model)
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in got)

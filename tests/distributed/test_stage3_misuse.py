@@ -271,6 +271,19 @@ def written_elsewhere(rank, world):
         step(engine, rank)
 
 
+def turned_where_it_lies(rank, world):
+    """An operation in place that changes strides alone is a write too."""
+    engine = start(nn.Linear(6, 6), stage=3, zero=WHOLE)
+    weight = engine.module.weight
+    with GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+        before = weight.detach().clone()
+        weight.t_()
+    with GatheredParameters(weight):
+        assert torch.equal(weight, before.T)
+    with pytest.raises(PartitionedUseError, match="cannot be written"):
+        weight.set_(before)
+
+
 def stopped_by_ctrl_c(rank, world):
     """Torch calls no hook of the modules under way, which are under way no more."""
     engine = engine_of(bucket=700)
@@ -414,7 +427,7 @@ def evaluated_in_vain(rank, world):
 
 
 CASES = [neighbours, through_data, load_on_the_way, gather_between, inference, two_engines, sparse, checkpointed_engine]
-CASES += [beside_an_open_init, mixed_meta, broken_off, written_elsewhere, stopped_by_ctrl_c]
+CASES += [beside_an_open_init, mixed_meta, broken_off, written_elsewhere, turned_where_it_lies, stopped_by_ctrl_c]
 CASES += [broken_off_when_gathered, gradient_of_the_input, hooks_without_a_name, a_shorter_step]
 CASES += [named_for_their_gradients, evaluated_within, evaluated_in_vain]
 

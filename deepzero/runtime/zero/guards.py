@@ -177,6 +177,27 @@ def use_error(record: ParamRecord, verb: str) -> PartitionedUseError:
     return PartitionedUseError(f"{what} {why}. Use {use}, engine.module_state_dict() for the whole model")
 
 
+def writes_in_place(name: str) -> bool:
+    """By torch's convention; and assignment to ``.data``."""
+    return (name.endswith("_") and not name.endswith("__")) or name == "__set__"
+
+
+def take_back(param: torch.Tensor, values: torch.Tensor) -> str:
+    """Let ``param`` be ``values`` again, where its place is, with what ``param.data = …`` has put elsewhere.
+
+    Returns what is wrong with that: the other ranks wait for values, and get what was there.
+    """
+    given, param.data = param.data, values
+    if given.shape != values.shape:
+        name = repr(param._record.name) if hasattr(param, "_record") else "a parameter"
+        return f"{name} of shape {tuple(values.shape)} was given {tuple(given.shape)}"
+    if given.numel() and given.data_ptr() != values.data_ptr():
+        values.copy_(given)
+    elif given.stride() != values.stride():  # transposed where it lies
+        values.copy_(given.clone())
+    return ""
+
+
 def check_on_device(bucket: PartitionedBucket) -> None:
     """Raise while this rank's shard of ``bucket`` is offloaded (``offload_states``)."""
     if bucket.away is not None:

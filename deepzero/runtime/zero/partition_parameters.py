@@ -207,7 +207,13 @@ class PartitionedParameter(ZeroParameter):
             f"{bucket.fragment_of(slot).numel()} of {record.numel} elements here)"
         )
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """A write like others, though torch tells no subclass of this one."""
+        return self.__torch_function__(Tensor.set_, (), (self, *args), kwargs)
+
     def __deepcopy__(self, memo: Any) -> Any:
+        if Init.entered and self._record.placed()[0].key == INIT_KEY:  # a constructor that repeats a layer
+            return memo.setdefault(id(self), Init.entered[0]._copy(self))
         # A copy would be a placeholder that belongs to no bucket.
         raise guards.use_error(self._record, "copied")
 
@@ -290,9 +296,7 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
     Raises:
         PartitionedUseError: a write, or a use outside a pass.
     """
-    # Torch's convention for operations in place; and assignment to ``.data`` or to elements.
-    writes = (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")
-    if writes and any(param is first for param in params):
+    if (guards.writes_in_place(name) or name == "__setitem__") and any(param is first for param in params):
         raise guards.use_error(first._record, f"written ({name})")
     buckets = _buckets_of(params)
     missing = next(param for param in params if isinstance(param, PartitionedParameter))
@@ -546,6 +550,15 @@ class Init:
         self._partition_again(only_unseen=True)
         return result
 
+    def _copy(self, param: PartitionedParameter) -> Tensor:
+        """What ``copy.deepcopy`` makes of a parameter: one that is cut as well; of its ``.data`` a plain tensor."""
+        values = self._write_through(torch.clone, (param,), {})
+        if all(param is not one for one in param._record.placed()[0].params):
+            return values
+        copied = nn.Parameter(values, param.requires_grad)
+        self._partition_param(copied, param._record.name)
+        return copied
+
     def _partition_again(self, only_unseen: bool) -> None:
         """Partition what a write made whole; with ``only_unseen``, where no view of it is held any more."""
         for whole, alone in list(self._open.items()):
@@ -563,8 +576,8 @@ def _can_be_partitioned(param: nn.Parameter) -> bool:
 
 
 def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParameter]) -> Any:
-    """Call ``func`` with views of gathered parameters in their places; but they take themselves what replaces them."""
-    replaced = partitioned_in(params) if getattr(func, "__name__", "") == "__set__" else params  # ``.data = values``
+    """Call ``func`` with views of gathered parameters in place; a view would keep ``set_``, ``t_`` for itself."""
+    replaced = partitioned_in(params) if guards.writes_in_place(getattr(func, "__name__", "")) else params
     views = {id(param): param._record.placed()[0].value(param) for param in replaced}
     new_args, new_kwargs = pytree.tree_map_only(Tensor, lambda t: views.get(id(t), t), (args, kwargs))
     result = func(*new_args, **new_kwargs)
@@ -723,13 +736,13 @@ class GatheredParameters:
         for param in self.params:
             if not isinstance(param, ZeroParameter):
                 values = self._whole.get(param, param.data)  # its engine may have been destroyed meanwhile
-                wrong = _take_back(param, values) or wrong
+                wrong = guards.take_back(param, values) or wrong
                 process_group.broadcast_tensor(values, source)
                 torch.autograd.graph.increment_version(param)  # the engine looks at it, on all ranks
                 continue
             bucket, _ = param._record.placed()
             values = bucket.value(param)
-            wrong = _take_back(param, values) or wrong
+            wrong = guards.take_back(param, values) or wrong
             # Rank ``source``'s values fill every rank's buffer, in place; then each keeps its fragment of them.
             bucket.strategy.comm.broadcast(self.kinds[1], values, source)
             bucket.write(param, values.reshape(-1))
@@ -740,17 +753,3 @@ class GatheredParameters:
                 send_to_replicas(self.buckets)
         if wrong:
             raise ValueError(wrong)
-
-
-def _take_back(param: Tensor, values: Tensor) -> str:
-    """Let ``param`` be ``values`` again, where its place is, with what ``param.data = …`` has put elsewhere.
-
-    Returns what is wrong with that: the other ranks wait for values, and get what was there.
-    """
-    given, param.data = param.data, values
-    if given.shape != values.shape:
-        name = repr(param._record.name) if hasattr(param, "_record") else "a parameter"
-        return f"{name} of shape {tuple(values.shape)} was given {tuple(given.shape)}"
-    if given.numel() and given.data_ptr() != values.data_ptr():
-        values.copy_(given)
-    return ""
