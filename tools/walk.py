@@ -70,11 +70,11 @@ HOPS = (
         "values = self.|part = values|= into_master(|else kept|.param_fragment(self.", NOW, "return"),
     Hop(BUILD, "ParamGroup._attach_params", "the parameter becomes a view of flat_P",
         "self.comm.all_gather(|param.data = ", NOW, "return"),
-    Hop(BUILD, "OptimizerShard.__init__", "what the optimizer has here: grads[master] is a view of grad_S",
+    Hop(BUILD, "OptimizerShard.__init__", "the optimizer's tensors on this rank; grads[master] is a view of grad_S",
         "torch.zeros(|self.grads = ", MINE, "return", "all"),
     Hop(FETCH, "ModuleHooks._pre_forward_hook.pre_forward", "its module is about to run; from here on autograd saves "
-        "by `pack`, and asks by `unpack`", "self._stack.append(|for key in|if key not in|coordinator.fetch"),
-    Hop(FETCH, "ModuleHooks.unpack", "the backward pass asks for what it saved; a bucket in `current` is there already",
+        "by `pack`, and reads by `unpack`", "self._stack.append(|for key in|if key not in|coordinator.fetch"),
+    Hop(FETCH, "ModuleHooks.unpack", "the backward pass reads what was saved; a bucket in `current` needs no fetch",
         "if packed.key|self.coordinator.fetch|flat = bucket|view = flat.as"),
     Hop(FETCH, "PartitionedParameterCoordinator.fetch_sub_module", "keys: bucket numbers; planned: what the plan has "
         "for this use; live: launched, not released; current: keys of the use under way, until the next",
@@ -82,55 +82,55 @@ HOPS = (
         {"keys": "list(keys)", "by": "f'{caller}, for ' + 'the bucket of ' * (not show_params) + where"}),
     Hop(FETCH, "PartitionedBucket.launch", "NOT_AVAILABLE to INFLIGHT",
         "buffer = self.pool|.launch(kind|self.status = ", SHARD),
-    Hop("", "PlainAllGather.launch", "into: the bucket; messages: its buffer itself, but for qwZ; my shard is copied "
-        "to its place there, and leaves (fetch_shard: offload)", "messages, rank|.fetch_shard(|self.make_m|self._pend"),
-    Hop("", "Communicator.exchange", "torch is called: whole parts of the bucket leave, on CPUs pair by pair",
+    Hop("", "PlainAllGather.launch", "into: the bucket; messages: its buffer (qwZ has others); my shard is copied "
+        "to its place there and sent (fetch_shard: offload)", "messages, rank|.fetch_shard(|self.make_m|self._pend"),
+    Hop("", "Communicator.exchange", "torch is called: whole parts of the bucket are sent, on CPUs one by one",
         ".isend(", {"send": "[*send[: self.rank], *send[self.rank + 1 :]]"}, whose="callers"),
     Hop(FETCH, "PartitionedBucket.wait", "INFLIGHT to AVAILABLE", ".finish()|self.status = ",
         {"gathered": "w.part_of(self.gathered)"}, "return"),
-    Hop("", "PartitionedBucket.show", "views, not copies", "whole, start = |for param|param.show("),
+    Hop("", "PartitionedBucket.show", "parameters become views: no copy", "whole, start = |for param|param.show("),
     Hop("", "ZeroParameter.show", "what the parameter shows from here on", "self.data = ", {"param": "values"}),
-    Hop("", "ModuleHooks.pack", "autograd saves the weight, and is given a record in its place",
+    Hop("", "ModuleHooks.pack", "autograd saves the weight; in its place it gets a record",
         "owner := |offset = |SavedWeight(owner", {"shape": "list(returned.shape)"}, "return"),
-    Hop(RELEASE, "PartitionedParameterCoordinator.release_sub_module", "by the next fetch; _release calls what "
-        "follows", "planned.rel|# True", {"released": "f'{[*planned.release]}, as {[*next_keys]} is fetched'"}),
+    Hop(RELEASE, "PartitionedParameterCoordinator.release_sub_module", "by the next fetch; _release calls "
+        "what is below", "planned.rel|# True", {"released": "f'{[*planned.release]}, as {[*next_keys]} is fetched'"}),
     Hop(RELEASE, "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE; give takes the buffer at `address` back "
         "into the pool; shard_is_buffer: with one rank", "self.hide()|self._gathered = |self.status = |pool.give("),
     Hop(READY, "BackwardPasses._gradient_ready", "autograd's hook", "self._stage.", {"param.grad": "param.grad"}),
-    Hop(READY, "GradientReducer.reduce_ready_gradient", "taken, counted; what is complete and next in `order` leaves; "
-        "again: its second in a pass; sent_now: in stage 2 always", ".take(|._count(|while not|._reduce_b|._cursor +="),
+    Hop(READY, "GradientReducer.reduce_ready_gradient", "taken, counted; complete buckets leave, in `order`; sent_now: "
+        "in stage 2 always; again: a second in the pass", ".take(|._count(|while not|._reduce_b|._cursor +="),
     Hop(READY, "UnreducedGradients.take", "it is taken out of param.grad",
-        "param.grad = |waiting[key] = ", {"param.grad": "w.param.grad"}, "return"),
-    Hop(READY, "GradientReducer._count", "of its bucket so many are still to come; at 0 it leaves, when it is next",
-        "-= 1", {"missing": "self._missing[self._position[key]]"}, "return"),
-    Hop("", "GradientReducer._reduce_bucket", "output: its part of grad_S; accumulate: add, from the 2nd micro-batch "
-        "on; others: offload, norm, traces", ".grad_output(|.acquire(|.fill(|.launch(", {"bucket": "bucket.index"}),
-    Hop("", "UnreducedGradients.fill", "the bucket's gradients are copied into the buffer, by views, and freed",
+        "param.grad = |waiting[param_id] = ", {"param.grad": "w.param.grad"}, "return"),
+    Hop(READY, "GradientReducer._count", "missing: how many gradients the bucket still waits for",
+        "-= 1", {"missing": "self._missing[self._position[param_id]]"}, "return"),
+    Hop("", "GradientReducer._reduce_bucket", "output: the bucket's part of grad_S; accumulate: add, from the 2nd "
+        "micro-batch on; rest: offload, norm", ".grad_output(|.acquire(|.fill(|.launch(", {"bucket": "bucket.index"}),
+    Hop("", "UnreducedGradients.fill", "the bucket's gradients are copied into views of the buffer, and freed",
         "in zip(views|_waiting.pop(|s.append(|_foreach_copy_(", {"send_buffer": "w.part_of(send_buffer)"}, "return"),
-    Hop("", "BucketReducer._launch_exact", "by launch, as comm.reduce is exact: outgoing: a part for each owner; "
-        "recv: what comes; ours stays here", "inflight.parts = |comm.exchange("),
-    Hop("", "BucketReducer._finish", "by drain at the boundary, by acquire when its buffer is needed; without overlap "
+    Hop("", "BucketReducer._launch_exact", "called by launch, as comm.reduce is exact; outgoing: a part for each "
+        "owner; recv: the others' parts for us; our own stays here", "inflight.parts = |comm.exchange("),
+    Hop("", "BucketReducer._finish", "by drain at the boundary, or by acquire when its buffer is needed; no overlap: "
         "by launch, at once", "pending.wait()|comm.sum_in"),
-    Hop("", "sum_in_rank_order", "all parts for me", "target = output|total = t|sum_chunk(|on_chunk(", whose="callers"),
-    Hop("", "sum_chunk", "in fp32, rank 0's first: it is copied, or, with accumulate, added as the others are",
+    Hop("", "sum_in_rank_order", "adds up my parts", "target = output|total = t|sum_chunk(|on_chunk(", whose="callers"),
+    Hop("", "sum_chunk", "in fp32, in rank order: rank 0's part is copied, or added too with accumulate",
         "for number|added = |values = |values.copy_(|if added|total.add_(", whose="callers"),
-    Hop("", "sum_in_rank_order", "as it ends: what it has summed", "on_chunk(target",
+    Hop("", "sum_in_rank_order", "at its end: the parts and their sum", "on_chunk(target",
         {"part": "[f'from rank {q}  ' * (len(parts) > 1) + line for q, part in enumerate(parts)"
                  " for line in in_words(w.fragment_of(part))]", "sum": "w.fragment_of(output)"}, "return", "callers"),
-    Hop(BOUNDARY, "Engine._take_model_step", "steps 4 to 6, for all parameters; _prepare_step: stage 3 releases all, "
-        "and the first step's uses become its plan", "_prepare_step(|.reduce_gradients(", whose="all"),
-    Hop(STEP, "Engine._take_model_step", "mean_divisor: ranks x micro-batches x loss scale; if not finite: skipped",
+    Hop(BOUNDARY, "Engine._take_model_step", "steps 4 to 6, for all parameters; in _prepare_step stage 3 releases "
+        "all, and makes its plan in the first step", "_prepare_step(|.reduce_gradients(", whose="all"),
+    Hop(STEP, "Engine._take_model_step", "mean_divisor: ranks x micro-batches x loss scale; skipped if not finite",
         "= agree(|norm = |clip = |if agreement.finite:|_shard.step(", whose="all", at="agree"),
-    Hop(STEP, "agree", "summed over ranks: squared norm (bins: integers, whose sum has no order), losses, flags",
+    Hop(STEP, "agree", "summed over ranks: squared norm (integers in bins: no order matters), losses, flags",
         "comm.all_reduce(|return Step", {"norm of the sums": "returned.norm"}, "return", "all"),
-    Hop(STEP, "OptimizerShard._unscale_and_step", "by step: grad_S (to() makes no copy) is divided, if the kernel "
+    Hop(STEP, "OptimizerShard._unscale_and_step", "by step; grad_S (to() makes no copy) is divided, if the kernel "
         "does not", "grads = |.grad = g|unscale_and_c|optimizer.st", {"divisor": "divisor"} | MINE, "return", "all"),
     Hop(PUBLISH, "Engine._take_model_step", "step 6", ".publish(", None, "return", "all", "OptimizerShard.step"),
-    Hop(PUBLISH, "ZeroStage1And2.publish_bucket", "by all_gather_dp_groups: cast; `launch_all_gather` sends",
+    Hop(PUBLISH, "ZeroStage1And2.publish_bucket", "called by all_gather_dp_groups: my part is cast from the masters",
         ".copy_(|.launch_all"),
     Hop(PUBLISH, "ZeroStage1And2.launch_all_gather", "whole: this bucket in flat_P", ".all_gath", {"cast": "w.shard"}),
-    Hop(PUBLISH, "ZeroStage1And2.wait_all_gathers", "by publish, when all have left", ".wait()", NOW, "return", "all"),
-    Hop(PUBLISH, "PartitionedParamGroup.cast_masters", "nothing is sent", "masters := |.copy_(", SHARD, "return"),
+    Hop(PUBLISH, "ZeroStage1And2.wait_all_gathers", "called by publish, at last", ".wait()", NOW, "return", "all"),
+    Hop(PUBLISH, "PartitionedParamGroup.cast_masters", "the masters are cast", "masters := |.copy_(", SHARD, "return"),
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Gradients on their way from every rank to the rank that owns them: the reduce-scatter of all stages.
 
-Stage 0, and stage 1 by all-reduce, ask for the whole sum: an exact sum is then all-gathered, ``native`` all-reduces.
+Stage 0, and stage 1 with ``reduce_scatter=False``, want whole sums: exact ones are then all-gathered, native ones come
+from an all-reduce.
 
 A reducer owns a fixed number of buffers, each as long as the largest bucket (two when communication overlaps with the
 backward pass, one when it does not), and keeps them for the whole run: fresh memory costs several times the copy that
@@ -18,7 +19,7 @@ Two ways of summing:
 ``native``  the backend's reduce-scatter or all-reduce in the wire dtype.
 
 Volume per rank: a bucket of B elements sends ``(W-1)/W * B`` in both ways, and as much again for whole sums. Beside
-``exact`` a third way may be given, which takes some of the buckets: qgZ, in few bits, in ``quantized_reduce.py``.
+``exact`` a *strategy* may take some of the buckets: qgZ, which sends few bits (``quantized_reduce.py``).
 
 Sources: [stage-1 post] for the bucket; ``allreduce_bucket`` and ``reduce_ipg_grads`` in ``stage_1_and_2.py`` of
 [DeepSpeed].
@@ -49,7 +50,7 @@ ALL_GATHER_GRADIENTS = "gradients.all_gather"
 Key: TypeAlias = tuple[int, int]
 """Which bucket: its group's number, and its own within the group."""
 AroundSum: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
-"""What a sum is written in, in stream order: entered, the output holds what is added to; left, it may go elsewhere."""
+"""A context around the writing of a sum: offload brings there what is added to, and takes the sum away behind it."""
 
 
 # ---- what is in flight -----------------------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ class BucketBuffers:
     """A bucket's send buffer and what it receives. The events order filling, flight and emptying on a GPU."""
 
     send: torch.Tensor  # 1-D, wire dtype, the largest bucket's extent
-    # 1-D uint8: whatever a way of summing receives, or packs before it sends it. One room for all of them.
+    # 1-D uint8: what is received, in whatever dtype, and what qgZ packs before it sends it.
     recv_buffer: torch.Tensor
     filled: StreamEvent  # the gradients are in `send`
     free: StreamEvent  # the sum has been read out of `recv_buffer`
@@ -85,7 +86,7 @@ class InflightReduce:
     second_hop: Callable[[], None] | None = None
 
     def sent(self) -> list[torch.Tensor]:
-        """W views of the send buffer, the shard of every owner."""
+        """W views of the send buffer: each owner's part."""
         return list(self.buffers.send[: self.bucket.numel].chunk(self.bucket.world_size))
 
 
@@ -124,8 +125,8 @@ class BucketReducer:
         self.wire_dtype, self.suffix, self.strategy = wire_dtype, suffix, strategy
         if strategy is not None and (whole_sums or method != "exact"):
             raise ValueError(f"method={method!r}, whole_sums={whole_sums}: a strategy needs exact sums of parts")
-        # The side stream for sums: the compute stream goes on with the backward pass. On a CPU they run in line.
-        self._lane = accelerator_of(comm.device).stream(comm.device)
+        # For sums, so that the compute stream goes on with the backward pass. On a CPU all runs in one order.
+        self._side_stream = accelerator_of(comm.device).stream(comm.device)
         chunk = strategy.chunk if strategy is not None else chunk_for(comm.device_type, capacity // comm.world_size)
         self._scratch = torch.zeros(2 * chunk, dtype=torch.float32, device=comm.device)
         self._all_buffers = tuple(self._allocate(capacity) for _ in range(depth))
@@ -175,7 +176,7 @@ class BucketReducer:
         while not self._free_buffers:
             self._finish(self._in_flight.popleft())
         buffers = self._free_buffers[0]  # stays at the head until ``launch`` takes it: one acquire, one launch
-        # The lane may still be reading the bucket before: wait for this buffer, and for nothing else on that stream.
+        # The side stream may still read the bucket before: wait for this buffer, and for nothing else on that stream.
         buffers.free.wait()
         return buffers.send[: bucket.numel]
 
@@ -197,7 +198,7 @@ class BucketReducer:
                 :meth:`gather_sums` follows.
             accumulate: add to ``output`` instead of replacing it.
             on_chunk: called with each chunk of ``output`` when it is written. Not with ``whole_sums``.
-            around_sum: makes the context in which ``output`` is written, for one that comes from elsewhere.
+            around_sum: makes the context in which ``output`` is written; offload's copies it from and to the host.
             group: the number of the bucket's group.
             place: the bucket's first parameter, for traces.
         """
@@ -209,16 +210,16 @@ class BucketReducer:
         key = (group, bucket.index)
         inflight = InflightReduce(buffers, bucket, key, output, accumulate, on_chunk, around_sum, place)
         if self.strategy is not None and self.strategy.takes(key):
-            # What packs and unpacks runs beside the backward pass, in the lane's order from here to the sum.
-            with self._lane.running():
+            # What packs and unpacks runs beside the backward pass, on the side stream from here to the sum.
+            with self._side_stream.running():
                 buffers.filled.wait()
                 self.strategy.launch(inflight, self._scratch)
         elif self.method == "exact":
             self._launch_exact(inflight)
         else:
             self._launch_native(inflight)
-        # **The moment of a second exchange is the same on all ranks**, as launches are: after the launch that follows.
-        # Until then the first one had the time of a whole bucket.
+        # qgZ's second exchange of the bucket before, whose first one had the time of a whole bucket to arrive. **All
+        # ranks launch it at this moment**: everything is launched in one order.
         self._launch_second_hops()
         self._in_flight.append(inflight)
         if self.depth == 1:
@@ -253,12 +254,13 @@ class BucketReducer:
         else:
             shard = inflight.buffers.recv_buffer.view(self.wire_dtype)[: bucket.shard_numel]
             kind, padding = REDUCE_SCATTER + self.suffix, self._padding(bucket)
-            inflight.pending, inflight.parts = self.comm.reduce_scatter(kind, shard, send, padding, where), [shard]
+            inflight.pending = self.comm.reduce_scatter(kind, shard, send, padding, where)
+            inflight.parts = [shard]
 
     def _launch_second_hops(self) -> None:
         for inflight in self._in_flight:
             if inflight.second_hop is not None:
-                with self._lane.running():
+                with self._side_stream.running():
                     inflight.second_hop()
 
     # ---- 3 or 4: wait, add up ----------------------------------------------------------------------------------------
@@ -268,8 +270,8 @@ class BucketReducer:
         bucket, comm, buffers = inflight.bucket, self.comm, inflight.buffers
         if inflight.place:
             comm.trail.position = f"reduction of the bucket of {inflight.place}"
-        with self._lane.running(), comm.ranges.span("reduce", bucket.index, inflight.place, "sum"):
-            # The lane reads our own contribution, which the compute stream has written.
+        with self._side_stream.running(), comm.ranges.span("reduce", bucket.index, inflight.place, "sum"):
+            # The side stream reads our own contribution, which the compute stream has written.
             buffers.filled.wait()
             if inflight.second_hop is not None:
                 inflight.second_hop()
@@ -283,7 +285,7 @@ class BucketReducer:
             comm.chaos.poison(buffers.send, buffers.recv_buffer)
             if gather_follows:
                 self.gather_sums(bucket, inflight.output)
-            # The next bucket may be laid into these buffers when the lane has come to this point.
+            # The next bucket may be laid into these buffers when the side stream has come to this point.
             buffers.free.record()
         self._free_buffers.append(buffers)
 
@@ -304,7 +306,7 @@ class BucketReducer:
         for gather in self._gathers:
             gather.wait()
         self._gathers = []
-        # The current stream goes on after the lane's last sum into each buffer's output.
+        # The current stream goes on behind the last sum from each of the buffers.
         for buffers in self._free_buffers:
             buffers.free.wait()
 

@@ -221,3 +221,26 @@ def _neighbours(wanted: int | None, comm: Communicator) -> tuple[int, int]:
     # Ranks that are bound to cores of their own share them with nobody.
     sharing = sum(bool(cores & mine) for cores in neighbours)
     return len(neighbours), wanted or max(1, len(mine) // max(sharing, 1))
+
+
+def agree_on_kernel(
+    optimizer: CPUAdam,
+    accumulation: torch.dtype,
+    compute: torch.dtype,
+    planned: Sequence[GroupPlan],
+    comm: Communicator,
+) -> None:
+    """All ranks step with one kernel, chosen for the whole model: no bit depends on how it is cut. A collective."""
+    offloads = any(group.host_optimizer_buckets for group in planned)
+    # The optimizer still holds the model's parameters, which may lie on a GPU, or be what ``zero.Init`` has left of
+    # them: neither their device nor their dtype is that of the masters which the CPU will step on.
+    masters = 0
+    if offloads or comm.device.type == "cpu":
+        masters = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    sends = offloads and compute != torch.float32  # in fp32 the master itself is what is sent
+    with comm.together(ConfigError, RuntimeError):  # kernel="compiled", and there is none
+        optimizer.prepare(accumulation, compute if sends else None, masters)
+    kernels = comm.all_gather_object(optimizer.kernel)
+    # Where one host cannot compile, or compiling fails there, all use the chunks: their bits differ.
+    if "chunked" in kernels and optimizer.kernel != "chunked":
+        optimizer.use("chunked", f"because rank {kernels.index('chunked')} cannot compile")

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from deepzero.config.zero import ZeroConfig
 from deepzero.device import accelerator_of
 from deepzero.layout import choose_bucket_limit
 from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.offload.offload_plan import build_host, plan_offload
+from deepzero.offload.offload_plan import agree_on_kernel, build_host, plan_offload
 from deepzero.offload.optimizer_offload import Offload
 from deepzero.placement import GroupPlan
 from deepzero.runtime.consistency import TrainedParameters, place_buffers
@@ -150,7 +149,7 @@ def build_zero(
     in stage 3 placeholders. ``optimizer`` is over parameters of ``model``; afterwards over this rank's masters.
 
     Raises:
-        ConfigError: an optimizer that does not fit the model (elementwise it is: checked before); a host without room.
+        ConfigError: the optimizer does not fit the model, or host memory is too small.
     """
     dtypes, settings = Dtypes.of(config, comm.world_size), config.zero
     names = {param: name for name, param in model.named_parameters()}
@@ -160,7 +159,7 @@ def build_zero(
     # ---- plan, from sizes alone: what can be refused is refused before a tensor has moved
     check_unclaimed(names)
     chosen = choose_parameters(names, arrival, optimizer)
-    # The user's optimizer is tried, as its class says too little: on the CPU where that steps, or the device is meta.
+    # What state an optimizer keeps is found by trying it: on the CPU where that will step, or where the device is meta.
     on_cpu = settings.offload_optimizer.device != "none" or comm.device.type == "meta"
     steps_on = torch.device("cpu") if on_cpu else comm.device
     moments = [moment_bytes(optimizer, steps_on, index) for index in range(len(optimizer.param_groups))]
@@ -178,9 +177,9 @@ def build_zero(
         [kept.per_element for kept in moments], depth, optimizer,
     )  # fmt: skip
 
-    # ---- move: from the first parameter that is cut the model is deepzero's, and after an error nobody's
+    # ---- move: once parameters have been cut, the model is of no use to anybody if an error ends this
     with lost_on_error(model):
-        model.zero_grad()  # what was computed before counts in no step
+        model.zero_grad()  # gradients from before belong to no step
         coordinator: PartitionedParameterCoordinator | None = None
         if settings.stage == 3:
             place_buffers(model, comm, dtypes.compute)
@@ -190,17 +189,21 @@ def build_zero(
             stored = place_model(model, planned, config, comm, offload)
         groups = [group for group in stored if group.placement.trained]  # stage 3 has frozen ones, too
         if isinstance(optimizer, CPUAdam):
-            choose_kernel(optimizer, dtypes, planned, comm)
+            agree_on_kernel(optimizer, dtypes.accumulation, dtypes.compute, planned, comm)
         # Its state is made for fragments of masters now, not in the first step: a run that does not fit ends here.
         set_optimizer_params(optimizer, groups)
-        (allocate_state if offload is None else partial(offload.allocate_state, groups=groups))(optimizer)
+        if offload is None:
+            allocate_state(optimizer)
+        else:
+            offload.allocate_state(optimizer, groups)
 
         # ---- put together: gradients (3, 4), the optimizer's step (5), the stage that publishes (6)
-        # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
         every_pass = settings.stage >= 2 or config.comm.world_size_invariant
+        # Only gradients that stay whole over several micro-batches need a wider buffer in which they are summed.
         unreduced = UnreducedGradients(groups, None if every_pass or micro_batches == 1 else dtypes.accumulation)
-        # One reducer and one launching order for all groups: ranks pair buckets by their number.
-        reducer, order = _build_reducer(groups, config, comm, dtypes, depth), reduce_order(groups, arrival)
+        # One reducer and one launching order for all groups: ranks pair collectives by the order of their launches.
+        reducer = _build_reducer(groups, config, comm, dtypes, depth)
+        order = reduce_order(groups, arrival)
         shard = _build_optimizer_shard(optimizer, groups, config, reducer, dtypes, offload)
         gradients = GradientReducer(shard, order, unreduced, reducer, every_pass, settings.overlap_comm)
         stage = _build_stage(model, gradients, stored, coordinator, settings)
@@ -214,8 +217,8 @@ def build_zero(
             groups, coordinator.buckets if coordinator is not None else [], reducer.strategy,
             settings.quantization, comm, lambda: predict_unquantized(built, comm, micro_batches),
         )  # fmt: skip
-        stands = accelerator_of(comm.device).memory_allocated(comm.device)
-        return dataclasses.replace(built, meter=monitor if monitor.measures else None, bytes_at_build=stands)
+        in_use = accelerator_of(comm.device).memory_allocated(comm.device)
+        return dataclasses.replace(built, meter=monitor if monitor.measures else None, bytes_at_build=in_use)
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -282,36 +285,19 @@ def place_model(
     model: nn.Module, planned: Sequence[GroupPlan], config: EngineConfig, comm: Communicator, offload: Offload | None
 ) -> list[ParamGroup]:
     """Stages 0-2: move the model to the device, with rank 0's values, the trainable parameters into flat buffers."""
-    # By ``_apply``, as some modules do more than that when they are moved; the parameters stay where they are. Buffers
-    # are on the device after it; what follows gives them rank 0's values.
+    # ``_apply`` moves buffers, and lets a module do what else it does when it is moved; parameters stay where they are.
+    # ``place_buffers`` then gives the buffers rank 0's values.
     moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer that two modules share stays one
     model._apply(lambda t: t if isinstance(t, nn.Parameter) else moved.setdefault(t, t.to(comm.device)))
     dtype, names = Dtypes.of(config).compute, {param: name for name, param in model.named_parameters()}
     place_buffers(model, comm, dtype)
-    # Those in no group, frozen or not, have no master and no place in the layout; each is cast where it is.
+    # Parameters in no group, frozen or not, have no master and no place in the layout; each is cast by itself.
     placed = {param for group in planned for param in group.params}
     for param in (p for p in names if p not in placed):
         place_whole(param, comm, dtype if is_real(param) else param.dtype)
     # Group by group: within one, the model's memory is freed before its masters and its flat buffer are taken.
     allocate, replicated = offload.allocate if offload is not None else None, config.zero.stage == 0
     return [ParamGroup([names[p] for p in group.params], group, dtype, comm, allocate, replicated) for group in planned]
-
-
-def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, planned: Sequence[GroupPlan], comm: Communicator) -> None:
-    """All ranks step with one kernel, chosen for the whole model: no bit depends on how it is cut. A collective."""
-    offloads = any(group.host_optimizer_buckets for group in planned)
-    # The optimizer still holds the model's parameters, which may lie on a GPU, or be what ``zero.Init`` has left of
-    # them: neither their device nor their dtype is that of the masters which the CPU will step on.
-    masters = 0
-    if offloads or comm.device.type == "cpu":
-        masters = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    sends = offloads and dtypes.compute != torch.float32  # in fp32 the master itself is what is sent
-    with comm.together(ConfigError, RuntimeError):  # kernel="compiled", and there is none
-        optimizer.prepare(dtypes.accumulation, dtypes.compute if sends else None, masters)
-    kernels = comm.all_gather_object(optimizer.kernel)
-    # Where one host cannot compile, or compiling fails there, all use the chunks: their bits differ.
-    if "chunked" in kernels and optimizer.kernel != "chunked":
-        optimizer.use("chunked", f"because rank {kernels.index('chunked')} cannot compile")
 
 
 def set_optimizer_params(optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -> None:
@@ -348,7 +334,8 @@ def _build_optimizer_shard(
     """Step 5's: the optimizer over this rank's masters, on the device, on the host, or on both."""
     if offload is not None and reducer.comm.rank == 0:
         log.info(offload.describe(optimizer))
-    return (OptimizerShard if offload is None else offload.build_shard)(
+    build = OptimizerShard if offload is None else offload.build_shard
+    return build(
         optimizer, groups, dtypes.accumulation, reducer.comm.rank,
         whole_sums=reducer.whole_sums,
         sub_group_size=config.zero.sub_group_size if config.zero.stage == 3 else None,
@@ -374,8 +361,8 @@ def _build_reducer(
 ) -> BucketReducer:
     quantization, strategy = config.zero.quantization, None
     if config.zero.zero_quantized_gradients and comm.world_size > 1:  # qgZ, where anything travels
-        # Persistent parameters (norms, biases) are few bytes, and the most sensitive ones: a scale of theirs would
-        # cover gradients of several parameters, whose magnitudes have nothing to do with each other.
+        # Persistent parameters (norms, biases) are few bytes, and the most sensitive ones: several would share a scale,
+        # though the magnitudes of their gradients have nothing to do with each other.
         exact = {g for g, group in enumerate(groups) if config.zero.stage == 3 and not group.placement.partitioned}
         layouts = [group.layout for group in groups]
         numel = 2 * sum(layout.padded_numel for layout in layouts)

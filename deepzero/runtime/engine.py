@@ -85,7 +85,7 @@ class StepState:
     applied: bool = False  # the last call of ``step`` has changed the parameters
     asked_to_stop: bool = False  # ``request_stop`` was called on this rank
     stopping: bool = False  # on all ranks since a step in which one had been asked to: time to save and leave
-    hopeless_steps: int = 0  # skipped in a row: a loss is not finite, or anything with bf16's check_grad_overflow
+    hopeless_steps: int = 0  # skipped in a row, where no smaller loss scale can help: see ``_check_finite``
     mixture: str | None = None  # what broke off (5, 6, a load) and left two steps' values mixed: only a load may follow
     destroyed: bool = False
 
@@ -216,7 +216,7 @@ class Engine(nn.Module):
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale, for ``engine.scale(loss).backward()``: all of it, or the rest weighs less."""
+        """The loss times the loss scale, for ``engine.scale(loss).backward()``. A term left out would weigh less."""
         _check_loss("scale", loss)
         return self.passes.scale(loss)
 
@@ -285,7 +285,7 @@ class Engine(nn.Module):
         # The scale that divides these gradients is the one that multiplied their loss: read before it is updated.
         scale, mean_divisor = self.scaler.scale, self._mean_divisor()
         lr = self.optimizer.param_groups[0].get("lr")  # a user's own optimizer may have none
-        lr = float("nan" if lr is None else lr)  # a schedule goes on writing to one in a tensor
+        lr = float("nan" if lr is None else lr)  # a number: in a tensor, the schedule would change it later
         _settle(self, agreement, trouble)
         # The norm was taken of sums that still carry the loss scale, the ranks and the micro-batches. Dividing the norm
         # in place of the gradients leaves one pass over them: the optimizer divides by mean_divisor * clip as it reads.
@@ -301,7 +301,7 @@ class Engine(nn.Module):
             self.state.mixture = None
             ledger.note("publish")
         else:
-            # An overflow: parameters, moments and schedule stay; in fp16 the smaller scale is tried on the next batch.
+            # An overflow: parameters, moments and schedule stay. In fp16 the next batch tries the smaller scale.
             self.skipped_steps += 1
             zero.forget_residuals()
             self.finish_delayed_update()  # an update that is ready would otherwise be two steps late
@@ -373,12 +373,12 @@ class Engine(nn.Module):
     # ---- parameters and masters, between steps -----------------------------------------------------------------------
 
     def finish_delayed_update(self) -> None:
-        """Let the parameters be those of the masters now, if an update is on its way. A collective."""
+        """Bring an update that is on its way into the parameters now. A collective."""
         # Saving does so by itself: a checkpoint holds one state, not two halves of a step. It changes the course of
         # training as if this step had not been delayed; a run that is continued takes the same course.
         if not self.zero.optimizer_shard.update_pending:
             return
-        # Stage 3 may hold gathered parameters that were fetched ahead: they are of before the update.
+        # Stage 3 may hold parameters that were fetched ahead, with values of before the update.
         self.before_writes()
         self.zero.optimizer_shard.apply_pending_update()
         # Its bytes are beside the step's: the predictions are of a step without it.
@@ -422,26 +422,27 @@ def _prepare_step(zero: ZeroComponents) -> RuntimeError | None:
 
 
 def _settle(engine: Engine, agreement: StepAgreement, trouble: RuntimeError | None) -> None:
-    """Raise, on all ranks, where the step is not taken: nothing was updated. Else the loss scale takes note of it."""
+    """Raise, on all ranks, where the run has to stop: nothing was updated. Else update the loss scale."""
     zero, scale = engine.zero, engine.scaler.scale
     try:
         if agreement.trouble:
-            # Some rank is: the others raise too, with its text. A second collective, after the agreement: only steps in
-            # trouble pay for the texts.
+            # All ranks raise, with the text of one that is in trouble. Texts travel in a second collective, for which
+            # only such steps pay.
             engine.comm.raise_on_all_ranks(trouble)
         _check_finite(engine, agreement)
         engine.scaler.update(not agreement.finite)
     except BaseException:
         zero.drop_step(engine.comm.ledger)
         raise
-    zero.bucket_reducer.rescale(engine.scaler.scale / scale)  # error feedback's rest has the old scale
+    zero.bucket_reducer.rescale(engine.scaler.scale / scale)  # what error feedback keeps has the old scale
 
 
 def _check_finite(engine: Engine, agreement: StepAgreement) -> None:
     """Stop before anything is updated, and say where it began, when no smaller loss scale can help."""
     state, precision, step = engine.state, engine.config.precision, engine.global_steps + 1
-    hopeless = agreement.bad_losses or precision.check_grad_overflow  # in fp16 the scale falls
-    state.hopeless_steps = state.hopeless_steps + 1 if not agreement.finite and hopeless else 0
+    # In fp16 a smaller scale helps gradients, but no loss that is not finite itself; in bf16 there is no scale.
+    hopeless = not agreement.finite and (agreement.bad_losses or precision.check_grad_overflow)
+    state.hopeless_steps = state.hopeless_steps + 1 if hopeless else 0
     losses = ", ".join(f"{value} on rank {rank}" for rank, value in agreement.bad_losses)
     if state.hopeless_steps >= HOPELESS_STEPS:
         what = f"the loss is not finite ({losses})" if losses else "gradients are not finite"
@@ -463,6 +464,9 @@ def _check_finite(engine: Engine, agreement: StepAgreement) -> None:
 
 def _check_loss(call: str, loss: Any) -> None:
     """Refuse what no backward pass can begin at: a model's whole output, say, in place of the loss in it."""
-    if not (is_tensor := isinstance(loss, torch.Tensor)) or loss.numel() != 1 or not loss.requires_grad:
-        got = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if is_tensor else type(loss).__name__
-        raise ValueError(f"engine.{call} needs a scalar loss that requires grad, got {got}")
+    got = type(loss).__name__
+    if isinstance(loss, torch.Tensor):
+        if loss.numel() == 1 and loss.requires_grad:
+            return
+        got = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+    raise ValueError(f"engine.{call} needs a scalar loss that requires grad, got {got}")

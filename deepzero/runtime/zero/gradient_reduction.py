@@ -66,22 +66,22 @@ class UnreducedGradients:
         # The parameters that had no gradient when their bucket was filled in this pass, and those named before.
         self._unused: list[str] = []
         self._unused_named: set[str] = set()
-        # By id, here and below: torch hashes a tensor in Python, which thousands of questions in a step would pay.
+        # By ``id(param)``, here and below: torch hashes a tensor in Python, too slowly for so many look-ups a step.
         self._slot_of = {
             id(param): (g, slot)
             for g, group in enumerate(groups)
             for param, slot in zip(group.params, group.layout.slots, strict=True)
         }
-        # What waits: autograd's own tensors, or views of the flat buffers; and second gradients of a pass, which wait
-        # apart, also where the first is still here: the sum's bits do not depend on the buckets.
+        # What waits: autograd's own tensors, or views of the flat buffers. A second gradient of one pass waits apart,
+        # even while the first is still here: so the bits of the sum do not depend on when the bucket leaves.
         self._waiting: dict[int, torch.Tensor] = {}
         self._second: dict[int, torch.Tensor] = {}
-        # The count of references of a tensor that is held once: such a gradient is added to in place.
+        # How many references a tensor has that nobody else holds: such a gradient may be added to in place.
         self._alone = references(torch.empty(0))
-        # Of a bucket in a send buffer: where its gradients go, in their shapes, by parameter, and what aligned starts
-        # leave between them. Cut once, as buffers last; the storage's handle is no other one's while these hold it.
+        # By bucket and send buffer: the views into which gradients are copied, each with its parameter's id, and the
+        # padding between them. Cut once, as buffers are kept. The views keep the storage, so its handle stays its own.
         self._targets: dict[tuple[int, ...], tuple[list[tuple[int, torch.Tensor]], list[torch.Tensor]]] = {}
-        # By group, a wider buffer to sum micro-batches in, if any: a sum in bf16 would lose what one in fp32 keeps.
+        # Of each group, a wider buffer in which micro-batches are summed, or None: a sum in bf16 loses bits.
         self.flat = [
             torch.zeros(group.layout.padded_numel, dtype=sum_dtype, device=group.device)
             if sum_dtype is not None and sum_dtype.itemsize > group.dtype.itemsize
@@ -91,7 +91,7 @@ class UnreducedGradients:
 
     def held(self) -> list[torch.Tensor]:
         """Tensors counted as gradients: those that wait now, and the flat buffers."""
-        own = (grad for key, grad in self._waiting.items() if self.flat[self._slot_of[key][0]] is None)
+        own = (grad for param_id, grad in self._waiting.items() if self.flat[self._slot_of[param_id][0]] is None)
         return [*own, *self._second.values(), *(flat for flat in self.flat if flat is not None)]
 
     def take(self, param: nn.Parameter, again: bool = False) -> None:
@@ -104,22 +104,25 @@ class UnreducedGradients:
         if grad.requires_grad:  # with create_graph=True it would keep its graph alive
             grad = grad.detach()
         param.grad = None  # the tensor is freed when ``fill`` has copied it, or at once where a sum takes it in
-        key = id(param)
-        g, slot = self._slot_of[key]
+        param_id = id(param)
+        g, slot = self._slot_of[param_id]
         flat, waiting = (None, self._second) if again else (self.flat[g], self._waiting)
-        if flat is None and key not in waiting:  # most gradients, and nothing more is done for them
-            waiting[key] = grad
+        if flat is None and param_id not in waiting:  # most gradients, and nothing more is done for them
+            waiting[param_id] = grad
         else:
-            self._add(waiting, key, grad, flat[slot.offset : slot.end].view(grad.shape) if flat is not None else None)
+            wider = flat[slot.offset : slot.end].view(grad.shape) if flat is not None else None
+            self._add(waiting, param_id, grad, wider)
 
     @outliving_pass()
-    def _add(self, waiting: dict[int, torch.Tensor], key: int, grad: torch.Tensor, place: torch.Tensor | None) -> None:
-        # ``place``: of the wider buffer, where there is one. What the step before left there is overwritten.
-        before = waiting.get(key)
-        if place is None:
-            waiting[key] = grad if before is None else self._sum(before, grad)
+    def _add(
+        self, waiting: dict[int, torch.Tensor], param_id: int, grad: torch.Tensor, wider: torch.Tensor | None
+    ) -> None:
+        # ``wider``: a view of the wider buffer, if there is one. What the step before left there is overwritten.
+        before = waiting.get(param_id)
+        if wider is None:
+            waiting[param_id] = grad if before is None else self._sum(before, grad)
         else:
-            waiting[key] = place.copy_(_dense(grad)) if before is None else before.add_(_dense(grad))
+            waiting[param_id] = wider.copy_(_dense(grad)) if before is None else before.add_(_dense(grad))
 
     def _sum(self, before: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """The sum in autograd's order and dtype: with a sparse part it is as dense as the other one."""
@@ -137,8 +140,8 @@ class UnreducedGradients:
         """Whether any gradient of a bucket waits to be sent."""
         if not (self._waiting or self._second):  # as at the end of nearly every pass
             return False
-        keys = [id(self.groups[g].params[slot.index]) for slot in bucket.slots]
-        return any(key in waiting for key in keys for waiting in (self._waiting, self._second))
+        ids = [id(self.groups[g].params[slot.index]) for slot in bucket.slots]
+        return any(param_id in self._waiting or param_id in self._second for param_id in ids)
 
     @outliving_pass()
     def fill(self, g: int, bucket: Bucket, send_buffer: torch.Tensor, name_unused: bool = True) -> None:
@@ -146,18 +149,20 @@ class UnreducedGradients:
 
         ``send_buffer`` is 1-D, the bucket's extent, in the wire dtype. With ``name_unused`` such parameters are named.
         """
-        place = (g, bucket.index, send_buffer.untyped_storage()._cdata, int(send_buffer.storage_offset()))
-        if place not in self._targets:
-            params = ((slot, self.groups[g].params[slot.index]) for slot in bucket.slots)
-            cut = [(id(p), send_buffer[s.offset - bucket.offset :][: s.numel].view(p.shape)) for s, p in params]
-            self._targets[place] = cut, [send_buffer[lo:hi] for lo, hi in bucket.gaps()]
-        views, gaps = self._targets[place]
+        target_key = (g, bucket.index, send_buffer.untyped_storage()._cdata, int(send_buffer.storage_offset()))
+        if target_key not in self._targets:
+            cut = []
+            for slot in bucket.slots:
+                param = self.groups[g].params[slot.index]
+                cut.append((id(param), send_buffer[slot.offset - bucket.offset :][: slot.numel].view(param.shape)))
+            self._targets[target_key] = cut, [send_buffer[lo:hi] for lo, hi in bucket.gaps()]
+        views, gaps = self._targets[target_key]
         for gap in gaps:
             gap.zero_()  # padding is summed and measured too, and the buffer held another bucket
         targets, gradients = list[torch.Tensor](), list[torch.Tensor]()
-        for (key, target), slot in zip(views, bucket.slots, strict=True):
-            if (grad := self._waiting.pop(key, None)) is None:
-                grad = self._second.pop(key, None)
+        for (param_id, target), slot in zip(views, bucket.slots, strict=True):
+            if (grad := self._waiting.pop(param_id, None)) is None:
+                grad = self._second.pop(param_id, None)
             if grad is not None:
                 targets.append(target)
                 gradients.append(_dense(grad))
@@ -274,7 +279,7 @@ class GradientReducer:
         if self.leaf_params and param in self.leaf_params:
             return
         self._count(param)
-        # Most gradients end here. One that completes the bucket that is next launches it, and all complete ones behind.
+        # Most gradients end here. The one that completes the next bucket launches it, and the complete ones behind it.
         while not self._missing[self._cursor]:
             self._reduce_bucket(*self.order[self._cursor], is_reduction_boundary)
             self._cursor += 1
@@ -293,9 +298,9 @@ class GradientReducer:
             self._cursor += 1
 
     def _count(self, param: nn.Parameter) -> None:
-        if (key := id(param)) not in self._seen:
-            self._seen.add(key)
-            self._missing[self._position[key]] -= 1
+        if (param_id := id(param)) not in self._seen:
+            self._seen.add(param_id)
+            self._missing[self._position[param_id]] -= 1
 
     def _sent_now(self, is_reduction_boundary: bool) -> bool:
         """Whether gradients of this backward pass are sent as they come."""
@@ -313,7 +318,7 @@ class GradientReducer:
         # A weight that is used inside and outside a reentrantly checkpointed block gets two gradients in one pass. The
         # second is sent after the first and added to it, also where the first's bucket was still here when it came:
         # the sum's bits do not depend on what else is in the bucket.
-        # Leaf modules: what waits differs between ranks, how often they were complete does not.
+        # Of a leaf module ranks have different gradients, but all have seen it complete equally often: that decides.
         for position, (g, bucket) in enumerate(self.order):
             if position in self._sent_twice or self.unreduced.waiting(g, bucket):
                 self._reduce_bucket(g, bucket, is_reduction_boundary, again=True)
@@ -344,7 +349,7 @@ class GradientReducer:
         accumulate = self.reduced or again
         output, around_sum = self.shard.grad_output(g, bucket, accumulate)
         if self.every_pass and self.bucket_reducer.whole_sums:
-            output = self.shard.grad_shard(g, bucket)  # the others' sums come when they are complete: reduce_now
+            output = self.shard.grad_shard(g, bucket)  # ``reduce_now`` gathers the others' parts at the boundary
         place = self.groups[g].names[bucket.slots[0].index]  # for traces
         with self.comm.ranges.span("reduce", bucket.index, place):
             # Waits only where all buffers are under way: the oldest is then added up, and filled anew.
@@ -369,6 +374,7 @@ class GradientReducer:
                 self._reduce_bucket(g, bucket, is_reduction_boundary=True)
             self.unreduced.name_unused()
         self.drain()
+        # ``world_size_invariant`` in stages 0 and 1: passes left each rank its part of the sums; now all get the whole.
         if self.every_pass and self.bucket_reducer.whole_sums and self.comm.world_size > 1:
             for g, bucket in self.order:
                 if (g, bucket.index) not in self._whole_gathered:  # all ranks agree: each of them reduces every bucket
@@ -414,7 +420,7 @@ class GradientReducer:
 
     def discard_gradients(self) -> None:
         """Forget this step's gradients, also those under way."""
-        # What is under way cannot be called back; all ranks wait for it here, and nobody reads it.
+        # What is under way cannot be called back: all ranks wait for it here, and nobody reads the sums.
         self.bucket_reducer.drain()
         if self.reduced or self._pass_began:
             # Error feedback would carry what was lost of these gradients into the next ones. Where nothing was sent, a

@@ -81,8 +81,8 @@ class ModuleHooks:
         # Calls of each leaf in forward passes whose backward passes are to come.
         self._leaf_calls: dict[nn.Module, int] = {}
         self._warned_autocast = False
-        self._packs = self.pack  # one object, by which it is known again
-        # What is under way, outermost first (an operation outside of all modules is None); whether it has pushed hooks.
+        self._packs = self.pack  # one object, by which our own hook is recognised
+        # Modules under way, outermost first (None: an operation outside of all), and whether each has pushed hooks.
         self._stack: list[tuple[nn.Module | None, bool]] = []
         self._handles: list[Any] = []
         # All parameters of leaf modules, persistent ones too: the reducer counts their gradients by calls.
@@ -137,7 +137,7 @@ class ModuleHooks:
             # An empty stack: this is the outermost module, and a forward pass begins.
             if not self._stack:
                 coordinator.begin_forward()
-            # Entered before the fetch: the values that it shows belong to a module that is under way.
+            # On the stack before the fetch: only a module that is under way may show values.
             self._stack.append((module, self.push_saved_tensor_hooks()))
             external = external_parameters(module)  # they may change
             keys = self._keys_with(params, external) if external else own
@@ -161,7 +161,7 @@ class ModuleHooks:
             """The module is over, or has raised. What it used is released by the next fetch."""
             if fetched_as_one:
                 self._fetch_for_backward(self._keys_with(params, external_parameters(module)), name, output)
-            # Its pre-hook did not run: another one raised before it.
+            # Nothing to leave where our pre-hook did not run, as another pre-hook raised before it.
             if not self._stack or self._stack[-1][0] is not module:
                 return
             trail.position = after[in_backward()]  # for the messages of ranks that fall apart
@@ -309,7 +309,7 @@ class ModuleHooks:
         return saved
 
     def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In place of a parameter's object what it shows, or would show: behind a view the values stay."""
+        """A view of the values in place of a parameter's object, which loses them when its bucket is released."""
         if isinstance(tensor, PartitionedParameter):
             bucket, _ = tensor._record.placed()
             if not self.coordinator.has(bucket):
@@ -339,7 +339,7 @@ class ModuleHooks:
                 "changed in between (engine.step(), a write, the end of GatheredParameters with a modifier_rank). Run "
                 "the forward pass again, or call engine.backward inside of the context"
             )
-        # Between two generations: the end of the context in which was written makes another.
+        # Inside a context, a write makes a new generation only at its end; until then the version tells.
         if packed.source is not None and bucket.gather_refs:
             check_version(packed.version, packed.source)
         # What a context holds needs no fetch: a rank may differentiate there alone.
@@ -352,7 +352,7 @@ class ModuleHooks:
         if packed.dtype != flat.dtype:
             flat = flat.view(packed.dtype)
         view = flat.as_strided(packed.shape, packed.stride, packed.offset)
-        # What was saved was exact, and the passes go on with quantised values.
+        # A context shows exact values, and so was this one when it was saved; passes go on with quantised ones.
         if packed.source is not None and bucket.gathered_by.quantizes:
             bucket.gather_again(ON_REQUEST, exact=True)
             view = view.clone()

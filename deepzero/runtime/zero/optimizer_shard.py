@@ -33,8 +33,7 @@ from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 # ---- 5 step ----------------------------------------------------------------------------------------------------------
 
 GradOutput = tuple[torch.Tensor, AroundSum]
-"""Where a bucket's sum is written, and the context of the writing: what is added to may come from elsewhere, where the
-sum then goes."""
+"""Where a bucket's sum is written, and the context around the writing: offload brings there what is added to."""
 
 OnePassStep = Callable[..., Any]
 """``CPUAdam.step``: widens ``grads``, divides by ``scale``, steps on masters ``only``, casts into ``out``."""
@@ -92,11 +91,11 @@ class OptimizerShard:
             for group, extent in zip(groups, extents, strict=True)
         ]
         self._outputs: dict[tuple[int, int], torch.Tensor] = {}  # where a bucket's sums go in them, cut once
-        # By the master, as torch keeps an optimizer's state: its gradient, a sum, of its shape, in the accumulation
-        # dtype. Both stay where they are from step to step, so they are cut once.
+        # By master, as torch keeps an optimizer's state: its gradient, a view of ``grad_S`` in the master's shape. Both
+        # stay where they are from step to step, so the views are cut once.
         self.grads = self.cut_grads()
         self._sub_group_size = sub_group_size
-        # What the device steps on: the first buckets may be the host's. Each list is stepped on together.
+        # The masters on which the device steps (the CPU may step on the first buckets), cut into sub-groups.
         stepped = (
             master for group in self.groups for fragment, master in zip(group.fragments, group.masters, strict=True)
             if fragment.shard_start >= group.placement.host_optimizer_numel
@@ -139,13 +138,13 @@ class OptimizerShard:
         return grads
 
     def drain_grads(self) -> None:
-        """Wait for gradients that are on their way elsewhere. None are, on the device."""
+        """Wait for gradients that are on their way to the host. Here none are."""
 
     def discard_grads(self) -> None:
-        """Forget gradients that are on their way elsewhere."""
+        """Forget gradients that are on their way to the host."""
 
     def memory_problem(self) -> RuntimeError | None:
-        """What is wrong with the memory in which sums and states lie. Nothing is, on the device."""
+        """What is wrong with the memory (a disk's, say) in which sums and states lie. Here nothing can be."""
         return None
 
     # ---- 4 boundary, 5 step ------------------------------------------------------------------------------------------
@@ -167,7 +166,7 @@ class OptimizerShard:
             group.sync_masters_from_params()
 
     def step(self, divisor: float) -> None:
-        """Unscale and clip by ``divisor`` (see the module's text), then step. The model is new when it is published."""
+        """Unscale and clip by ``divisor`` (see the module's text), then step. The model gets the values in step 6."""
         # One after the other: what the optimizer makes besides its state is freed before the next one needs it.
         for number, sub_group in enumerate(self.sub_groups):
             if sub_group:
@@ -177,14 +176,14 @@ class OptimizerShard:
     def step_in_turns(
         self, turns: Sequence[Sequence[tuple[int, Bucket]]], on_stepped: Callable[[int, Bucket], None]
     ) -> None:
-        """Let :meth:`step` take some buckets after others, and call ``on_stepped`` with each of a turn when it is over.
+        """Let :meth:`step` go through buckets in ``turns``, and behind a turn call ``on_stepped`` with its buckets.
 
-        Each bucket comes with the number of its group, and is in one of ``turns``. Those of the device alone count.
+        Each bucket, with the number of its group, is in one turn. Those on which the CPU steps are left out.
         """
         self.sub_groups, last_of = [], dict[int, list[tuple[int, Bucket]]]()
         for turn in turns:
             here = [(g, bucket) for g, bucket in turn if not self.groups[g].placement.steps_on_host(bucket)]
-            # Of some buckets this rank has none.
+            # A bucket may have no fragment on this rank.
             masters = [m for g, bucket in here for m in self.groups[g].masters[self.groups[g].inside(bucket)]]
             self.sub_groups += cut_into_sub_groups(masters, self._sub_group_size)
             last_of[len(self.sub_groups) - 1] = here
@@ -214,7 +213,7 @@ class OptimizerShard:
             self._stepping = False
 
     def _unscale_and_step(self, masters: Sequence[torch.Tensor], divisor: float) -> None:
-        """Step with one of torch's optimizers, which pass over parameters without ``.grad``: other sub-groups'."""
+        """Divide, and step with one of torch's optimizers. It steps on what has a ``.grad``: on ``masters`` alone."""
         # fp32 sums are the gradients themselves, divided in place below; narrower ones are widened, for this sub-group.
         grads = [self.grads[master].to(torch.float32) for master in masters]
         # Filled on the gradients' device (``torch.tensor`` would make the CPU wait), as fused kernels ask for it.
@@ -232,7 +231,7 @@ class OptimizerShard:
                 self.optimizer.found_inf = None  # type: ignore[attr-defined]
             self.optimizer.step()
         finally:
-            # A later step without division must not find the old scale, nor one on other masters these gradients.
+            # A later step must find neither this scale nor, when it steps on other masters, these gradients.
             if fused_division:
                 del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
             for master in masters:
@@ -247,20 +246,20 @@ class OptimizerShard:
 
     # ---- updates that are not applied in their own step (``offload/delayed_update.py``) ------------------------------
 
-    # An update is being made, or is made and not sent. Never so without a delay.
+    # An update is being computed, or is not yet sent. Never so without a delay.
     update_pending = False
 
     def wait_pending_update(self) -> None:
-        """Wait until masters and moments may be read: no thread steps on them."""
+        """Wait until no thread steps on masters and moments, so that they may be read."""
 
     def apply_pending_update(self) -> None:
         """Send what a delayed update has written; the next publication brings it into the model. A collective."""
 
     def drop_pending_update(self) -> None:
-        """Forget a delayed update: everything is about to be replaced."""
+        """Drop a delayed update, as all values are about to be replaced."""
 
     def set_applied_steps(self, steps: int) -> None:
-        """Go on after so many applied steps, by which a delay may begin late."""
+        """Go on from a checkpoint after so many applied steps: a delay may be set to begin at a later one."""
 
 
 def cut_into_sub_groups(masters: Iterable[torch.Tensor], limit: int | None) -> list[list[torch.Tensor]]:

@@ -113,7 +113,7 @@ class PlainAllGather:
         """Wait until the messages are complete, for the current stream; hpZ keeps them before they are decoded."""
         if self._pending is not None:
             self._pending.wait()
-            # With one rank nothing was sent, and only the source's copy orders anything.
+            # With one rank nothing was sent, and there is only the source's copy to wait for.
             self.source.wait_shard()
             self._pending = None
 
@@ -123,7 +123,7 @@ class PlainAllGather:
         self._messages = PlainAllGather._messages  # a view kept here would keep the pool from reusing the buffer
 
     def unquantized(self) -> PlainAllGather:
-        """What takes this one's place, hpZ's too, when values are quantised no more; nothing is under way."""
+        """The strategy that replaces this one, also under hpZ, when values are no longer quantised."""
         return self.exact
 
     # ---- this rank's shard, on its way into its message --------------------------------------------------------------
@@ -192,6 +192,6 @@ def send_to_replicas(buckets: Iterable[PartitionedBucket]) -> None:
 
 
 def shard_of(whole: torch.Tensor, index: int, count: int) -> torch.Tensor:
-    """One of ``count`` equal shards. Of thousands one is wanted, and a view of each would cost more than the gather."""
+    """Shard ``index`` of ``count`` equal ones. By hand: ``chunk`` makes a view of each, with thousands of ranks too."""
     numel = whole.numel() // count
     return whole[index * numel : (index + 1) * numel] if count > 1 else whole

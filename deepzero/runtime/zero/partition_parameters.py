@@ -16,12 +16,12 @@
                      otherwise the placeholder
     ===============  ==============================================  ==============================================
 
-    ``param.shape`` is the logical shape in every state, ``param.ds_status`` AVAILABLE only while the parameter shows
-    its values, and so says its *class*: :class:`ZeroParameter` when it is a view of them, :class:`PartitionedParameter`
-    when not. Torch calls ``PartitionedParameter.__torch_function__`` for whatever is done with such a parameter. What
-    asks for shape, dtype or gradient is answered. A use of the values inside a forward or backward pass gathers them
-    first: a parameter that is used outside its module is found in this way, without registration (which lets it come
-    earlier: ``register_external_parameter`` in ``module_registry.py``). Anything else raises and says what to do.
+    ``param.shape`` is the logical shape in every state. ``param.ds_status`` is AVAILABLE only while the parameter shows
+    its values, and its *class* says the same: :class:`ZeroParameter` while it is a view of them,
+    :class:`PartitionedParameter` while it is a placeholder. Torch calls ``PartitionedParameter.__torch_function__`` for
+    whatever is done with a placeholder. Shape, dtype and gradient may be read. A use of the values inside a forward or
+    backward pass gathers them first, so a parameter may be used outside its module without being registered
+    (``register_external_parameter`` lets it come earlier). Anything else raises and says what to do.
 
 Sources: ``Init``, ``_partition_param``, ``GatheredParameters``, ``ZeroParamStatus`` and the ``ds_*`` names in
 ``partition_parameters.py`` of [DeepSpeed]; ``_all_gather_params`` in [stage-3 guide]; P_os+g+p in [ZeRO], section 5.3.
@@ -86,7 +86,7 @@ class ParamRecord:
         self.numel = param.numel()
         # In a bucket elements lie in the order of the shape, whatever the parameter's own strides were.
         self.stride = torch.empty(param.shape, device="meta").stride()
-        # Where a partitioned parameter lies, or a persistent one that is trained (the slot, with the group).
+        # A partitioned parameter lies in a bucket, at a slot. A persistent one that is trained: in a group, at a slot.
         self.bucket: PartitionedBucket | None = None
         self.slot: ParamSlot | None = None
         self.group: ParamGroup | None = None
@@ -134,8 +134,8 @@ class ZeroParameter(nn.Parameter):
         self.data = values
 
     def hide(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Leave the shape without the values; NaN, should anything read it in spite of all."""
-        # No view of the buffer may stay, or the pool could not use the buffer again: the assignments below end them.
+        """Become a placeholder: the shape without the values, and NaN, should anything read it in spite of all."""
+        # No view of the buffer may stay, or the pool could not use it again: ``show`` replaces the view.
         placeholder = self._record.placeholder
         if placeholder is None or placeholder.dtype != dtype or placeholder.device != device:
             with torch.inference_mode(False):  # kept beyond the pass that may be under way
@@ -180,7 +180,7 @@ class PartitionedParameter(ZeroParameter):
         if func in (torch.autograd.backward, torch.autograd.grad):
             return _differentiate(func, args, kwargs)
         name = getattr(func, "__name__", str(func))
-        # A constructor inside zero.Init may do anything with what is the context's own.
+        # A constructor inside zero.Init may do anything with parameters that the context has cut.
         if Init.entered and any(p._record.placed()[0].key == INIT_KEY for p in parameters_in((args, kwargs))):
             return Init.entered[0]._write_through(func, args, kwargs)
         if func is Tensor.copy_ and isinstance(args[0], PartitionedParameter):
@@ -191,7 +191,7 @@ class PartitionedParameter(ZeroParameter):
         # torch.nn.init passes its tensor by name.
         first = args[0] if args else kwargs.get("tensor")
         with gather_on_use(parameters_in((args, kwargs)), name, first):
-            # Parameters have become whole where they are; what was detached from them earlier is replaced.
+            # The parameters show their values now. Tensors detached from them earlier do not, and are replaced.
             whole = lambda alias: alias._record.placed()[0].value(alias)
             with hide_from_checkpointing():
                 args, kwargs = pytree.tree_map_only(PartitionedParameter, whole, (args, kwargs))
@@ -237,9 +237,9 @@ def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
 
 @outliving_pass()
 def _all_gather_params(buckets: Sequence[PartitionedBucket], kind: str) -> None:
-    """Outside of passes: gather the very values of ``buckets``. All launches come before a wait. A collective.
+    """Gather the very values of ``buckets``, outside of passes: launch all, then wait. A collective.
 
-    In passes ``PartitionedParameterCoordinator.fetch_sub_module`` launches (DeepSpeed's ``__all_gather_params`` there).
+    In passes ``PartitionedParameterCoordinator.fetch_sub_module`` does (DeepSpeed's ``__all_gather_params`` there).
     """
     for bucket in buckets:
         if bucket.status is ZeroParamStatus.NOT_AVAILABLE:
@@ -269,7 +269,7 @@ def unpartition(param: ZeroParameter) -> None:
 
 
 def parameters_in(value: Any) -> list[ZeroParameter]:
-    """All partitioned parameters inside nested arguments, those too that show their values now, each once."""
+    """All partitioned parameters inside nested arguments, whether they show their values or not, each once."""
     # By hand: torch's pytree takes twice as long, and every use on demand passes here.
     found: dict[int, ZeroParameter] = {}
     stack = [value]
@@ -283,7 +283,7 @@ def parameters_in(value: Any) -> list[ZeroParameter]:
 
 
 def partitioned_in(value: Any) -> list[PartitionedParameter]:
-    """Those that show a placeholder."""
+    """Those of :func:`parameters_in` that are placeholders now."""
     return [param for param in parameters_in(value) if isinstance(param, PartitionedParameter)]
 
 
@@ -318,8 +318,8 @@ def _buckets_of(params: Iterable[ZeroParameter]) -> list[PartitionedBucket]:
 
 
 def _differentiate(func: Any, args: Any, kwargs: Any) -> Any:
-    """``backward(inputs=…)`` and ``autograd.grad``: they name parameters, and read only where gradients arrive."""
-    zeros = kwargs.pop("materialize_grads", False)  # torch makes them of tensors, and would be given edges
+    """``backward(inputs=…)`` and ``autograd.grad``: parameters say where gradients arrive; no values are read."""
+    zeros = kwargs.pop("materialize_grads", False)  # made below, as torch cannot make zeros of a gradient edge
     with torch._C.DisableTorchFunctionSubclass():  # not around the pass, whose own uses are to be noticed
         edge_of = torch.autograd.graph.get_gradient_edge
         edges, kwargs = pytree.tree_map_only(PartitionedParameter, edge_of, (args, kwargs))
@@ -532,9 +532,8 @@ class Init:
         self._partition_again(only_unseen=True)
         params = partitioned_in((args, kwargs))
         # The parameters themselves: ``params`` may be aliases of them.
-        themselves = [
-            p for b in _buckets_of(params) for p in b.params if any(p._record is one._record for one in params)
-        ]
+        records = {param._record for param in params}
+        themselves = [p for bucket in _buckets_of(params) for p in bucket.params if p._record in records]
         whole = GatheredParameters(themselves, modifier_rank=0)
         whole.kinds = SETUP, SETUP_BROADCAST
         whole.gather()
@@ -576,7 +575,7 @@ def _can_be_partitioned(param: nn.Parameter) -> bool:
 
 
 def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParameter]) -> Any:
-    """Call ``func`` with views of gathered parameters in place; a view would keep ``set_``, ``t_`` for itself."""
+    """Call ``func`` with views in place of gathered parameters; ``set_`` and ``t_`` change the parameter itself."""
     replaced = partitioned_in(params) if guards.writes_in_place(getattr(func, "__name__", "")) else params
     views = {id(param): param._record.placed()[0].value(param) for param in replaced}
     new_args, new_kwargs = pytree.tree_map_only(Tensor, lambda t: views.get(id(t), t), (args, kwargs))
@@ -675,7 +674,7 @@ class GatheredParameters:
 
     @outliving_pass()
     def gather(self) -> None:
-        """Enter without hooks on saved tensors, whose stack has to be left in order; :meth:`release` is the end."""
+        """Enter without hooks on saved tensors, for callers that leave in another order, by :meth:`release`."""
         # Before anything is launched: a rank that raised in the middle would leave the others waiting.
         for bucket in self.buckets:
             guards.check_on_device(bucket)

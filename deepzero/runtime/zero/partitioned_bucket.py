@@ -82,8 +82,8 @@ class PartitionedBucket:
         self.gathered_by = strategy
         # AVAILABLE, and the parameters are views of what is gathered.
         self.shown = False
-        # ``GatheredParameters`` contexts that need the values here; meanwhile only the last of them releases, if nobody
-        # else needs them by then.
+        # How many ``GatheredParameters`` contexts need the values. Until the last of them ends nobody releases; it does
+        # if nobody else needs the values by then.
         self.gather_refs = 0
         self.release_when_unreferenced = False
         # The reason, while the shard has no memory (``offload_states``).
@@ -110,7 +110,7 @@ class PartitionedBucket:
             self._wait_for_update = None
 
     def mark_updated(self, wait: Callable[[], None] | None) -> None:
-        """The shard has new values, or will have after ``wait``, which whoever reads it next calls."""
+        """The shard has new values, or will have them after ``wait``, which the next reader calls."""
         self._wait_for_update = wait
         self.generation += 1
 
@@ -182,15 +182,15 @@ class PartitionedBucket:
             self.shown = False
 
     def hide_unused(self) -> None:
-        """:meth:`hide`, but not what a context needs, nor a parameter that was written: :meth:`release` finds that."""
+        """:meth:`hide`, unless a context needs the values, or one was written: :meth:`release` has to find that."""
         if self.shown and not self.gather_refs and guards.modified_param(self) is None:
             self.hide()
 
     def release(self, discard: bool = False) -> bool:
         """AVAILABLE → NOT_AVAILABLE: the parameters become placeholders, the buffer goes back to the pool.
 
-        With ``discard`` nobody looks at what was written: an exception has ended a write in the middle. Returns whether
-        no view of the buffer is held any more; with one rank always, as it is the shard, which nobody takes.
+        With ``discard`` writes are not looked for: an exception has ended one in the middle. Returns whether no view of
+        the buffer is held any more; with one rank always, as the buffer is the shard and is not used again.
 
         Raises:
             PartitionedUseError: a parameter was written. It is released all the same.
@@ -212,10 +212,10 @@ class PartitionedBucket:
 
     @outliving_pass()
     def gather_again(self, kind: str, exact: bool) -> None:
-        """AVAILABLE: gather the other values, as for :meth:`launch`, into the same memory. A collective.
+        """AVAILABLE: exact values in place of quantised ones, or the reverse, in the same memory. A collective.
 
-        Without quantisation they are the same, and nothing happens. **Whether values were exact for a while must not be
-        seen later**: had this bucket been released in between, its next use would have had quantised ones.
+        Without quantisation nothing happens. **That values were exact for a while must not be seen later**: had this
+        bucket been released in between, its next use would have had quantised ones.
         """
         strategy = self.strategy.exact if exact else self.strategy
         if self.status is not ZeroParamStatus.AVAILABLE or strategy.quantizes is self.gathered_by.quantizes:

@@ -46,7 +46,7 @@ def in_backward() -> bool:
 
 
 NOTHING_PLANNED = ModuleUse((), False, "")
-"""What a plan says about a use that it does not have; and what is planned while the order is recorded."""
+"""The plan's answer to a use for which it has nothing: only what the use itself needs is fetched."""
 
 WARN_AFTER_DROPS = 10
 """Plans dropped before a warning that they do not last."""
@@ -70,7 +70,7 @@ class ModuleTrace:
     def advance(self, use: ModuleUse) -> ModuleUse | None:
         """The next use. Returns the plan's, which says what happens at it; None while recording."""
         if self.interrupted.issuperset(use.keys) and not use.on_demand:
-            return NOTHING_PLANNED  # it goes on: without the evaluation there would have been no new use
+            return NOTHING_PLANNED  # the interrupted use goes on: without the evaluation this were no new one
         following = self.position + 1
         if self.plan is not None:
             # A use on demand is noticed only where the bucket is not there: this time it may be missing.
@@ -80,8 +80,7 @@ class ModuleTrace:
             if position < len(uses) and uses[position].keys == use.keys:
                 self.position = position
                 return uses[position]
-            if use.on_demand:
-                # One that the plan does not have: it is fetched, and the plan goes on behind it.
+            if use.on_demand:  # not in the plan: it is fetched, and the plan goes on behind it
                 return NOTHING_PLANNED
             self._drop(self.plan, following, use.where)
         self._recorded.append(use)
@@ -111,7 +110,7 @@ class ModuleTrace:
     def close(self) -> bool:
         """Compile what was recorded, if anything; the next use is the first again. Returns whether the plan is new."""
         before, end = self.plan, self.position + 1
-        # What ended early drops the plan, and makes another of what came.
+        # A step that ended before its plan did drops it; what came makes a new plan.
         if self.plan is not None and not all(use.on_demand for use in self.plan[end:]):
             self._drop(self.plan, end, "the end")
         if self.plan is None and self._recorded:
@@ -176,16 +175,16 @@ class PartitionedParameterCoordinator:
     def begin_forward(self) -> None:
         """The outermost module is entered: in training the trace goes on, an evaluation begins at its first use."""
         if in_backward():
-            # Hooks that are not ours: non-reentrant checkpointing's, which keep views as they are.
+            # Hooks on saved tensors are there: non-reentrant checkpointing's, which keep views as they are.
             if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 self._blocks_recomputed += 1
                 self._recomputing = self._blocks_recomputed
-                # Its first module is a use of its own, also of what is here: autograd keeps views from there on.
+                # Its first module begins a new use, even of buckets that are here: from there on views are kept.
                 self.current = self.training.interrupted = frozenset()
         elif torch.is_grad_enabled():
             self._switch(self.training)
         else:
-            if self.training.position < 0:  # what is here was fetched ahead for training, which gathers it anew
+            if self.training.position < 0:  # what was fetched ahead for training goes; training gathers it anew
                 self.release_all()
             self._switch(self.evaluation)
             self._trace.reset()
@@ -198,7 +197,7 @@ class PartitionedParameterCoordinator:
             changed = not broken_off and self._trace.close()
             try:
                 self.release_all(discard=broken_off)
-            finally:  # a parameter was written: on the other ranks the evaluation ends all the same
+            finally:  # also where a write raises: on the other ranks the evaluation ends all the same
                 if changed:
                     self._plans_changed()
                 if self.training.position < 0:
@@ -244,7 +243,9 @@ class PartitionedParameterCoordinator:
             fetches += [(key, backward, "prefetch") for key, backward in planned.prefetch if key not in self.live]
         for key, backward, note in fetches:
             bucket = self.buckets[key]
-            kind = EVALUATION if self._trace is self.evaluation else BACKWARD if backward else FORWARD
+            kind = BACKWARD if backward else FORWARD
+            if self._trace is self.evaluation:
+                kind = EVALUATION
             self.comm.ledger.note("fetch", f"{note} at {where}" if note else where, bucket.strategy.where)
             if bucket.status is ZeroParamStatus.NOT_AVAILABLE:  # else GatheredParameters has it
                 # What was launched ahead, or before an evaluation, and released since, is counted already.
@@ -294,12 +295,13 @@ class PartitionedParameterCoordinator:
         # A use on demand that the plan does not have may need room that the plan did not leave.
         limit = self._recording_numel if planned is None else self.limits.stage3_max_live_parameters
         total = self.live_numel + sum([self.bucket_numels[key] for key in next_keys if key not in self.live])
-        # Not looked through for nothing: with one rank all are live.
-        for key in [key for key in self.live if key not in next_keys] if total > limit else ():
-            if total <= limit:
-                break
+        if total <= limit:  # nearly always: with one rank all are live, and are not looked through
+            return
+        for key in [key for key in self.live if key not in next_keys]:
             total -= self.bucket_numels[key]
             self.pool.released(key, self._release(key))
+            if total <= limit:
+                break
 
     def end_passes(self) -> None:
         """The boundary: the trace of training is complete, and all values are about to change.

@@ -321,9 +321,9 @@ class ZeroStage3(ZeroStage1And2):
 
     def reduce_ready_gradient(self, param: nn.Parameter, is_reduction_boundary: bool) -> None:
         """3: launch every bucket whose gradients are complete and that is next in order."""
-        # Kept for leaf modules, whose gradients are complete when their input's is, outside of this call.
+        # Kept for leaf modules: their gradients are complete when their input's is, outside of this call.
         self._is_reduction_boundary = is_reduction_boundary
-        # For the messages of ranks that fall apart, and stand in different places.
+        # For error messages: where each rank was, when ranks have stopped making the same calls.
         if (record := vars(param).get("_record")) is not None:
             self.comm.trail.position = f"backward, gradient of {record.name}"
         super().reduce_ready_gradient(param, is_reduction_boundary)
@@ -351,7 +351,7 @@ class ZeroStage3(ZeroStage1And2):
     # ---- 4 boundary --------------------------------------------------------------------------------------------------
 
     def end_passes(self) -> None:
-        """4: release everything, as this step makes it old. It is released also when a write to it raises."""
+        """4: release everything, as the step makes its values old; also where a write is found, which raises."""
         self.coordinator.end_passes()
 
     # ---- 5 step: the optimizer's, over this rank's masters -----------------------------------------------------------
@@ -395,7 +395,7 @@ class ZeroStage3(ZeroStage1And2):
         self.coordinator.release_all()
 
     def unwinding(self) -> AbstractContextManager[None]:
-        """Around a forward pass: whatever ends it leaves no module under way."""
+        """A context for a forward pass: whatever ends it, no module stays under way."""
         return self.hooks.unwinding()
 
     def destroy(self) -> None:

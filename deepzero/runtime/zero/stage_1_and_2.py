@@ -3,15 +3,14 @@
 All keep the parameters whole. Stages 1 and 2 give the optimizer this rank's partition of the fp32 masters, and
 all-gather what it has written. They differ in what happens to gradients:
 
-``stage 0``  is the twin that the others are tested against: every rank has all gradients, masters and moments. At the
-             boundary each bucket is all-reduced, and every rank takes the same step on the whole model. Its groups are
-             *replicated*, and its reducer hands out whole sums. With exact sums the second half of the all-reduce
-             carries them in fp32, unrounded: that makes the bits of stage 1, where a rank uses its part of them without
-             sending it anywhere. With ``overlap_comm`` they leave as stage 1's do. Memory ``2Ψ + 2Ψ + KΨ``, and ``4Ψ``
-             for the sums.
-``stage 1``  accumulates them whole, and reduce-scatters once per optimizer step, at the boundary. Memory
-             ``2Ψ + 2Ψ + KΨ/W``. With ``overlap_comm`` the buckets of the last micro-batch leave, and are freed, while
-             its backward pass goes on: whole gradients then exist only where earlier micro-batches have to be kept.
+``stage 0``  is the twin that the others are tested against: every rank has all gradients, masters and moments, and
+             takes the same step on the whole model. Each bucket is all-reduced when stage 1 would reduce-scatter it.
+             The groups are *replicated*, and the reducer hands out whole sums. An exact all-reduce adds up as the
+             reduce-scatter does, and then all-gathers the fp32 sums, unrounded: so every rank steps with the bits that
+             one rank has in stage 1. Memory ``2Ψ + 2Ψ + KΨ``, and ``4Ψ`` for the sums.
+``stage 1``  keeps gradients whole, adds up those of all micro-batches, and reduce-scatters the sums once per step, at
+             the boundary. Memory ``2Ψ + 2Ψ + KΨ/W``. With ``overlap_comm`` the buckets of the last micro-batch leave,
+             and are freed, while its backward pass goes on: then whole gradients are kept only between micro-batches.
 ``stage 2``  reduce-scatters each bucket of every micro-batch as soon as it is complete, while autograd goes on,
              and frees the gradients that left: they are whole only until then. Memory ``2Ψ + (2 + K)Ψ/W``.
 
@@ -100,8 +99,8 @@ def take_values(param: nn.Parameter, comm: Communicator) -> torch.Tensor:
 def update_master_from_param(master: torch.Tensor, values: torch.Tensor) -> None:
     """Let an fp32 master take over what the program has written into the parameter, in the compute dtype."""
     values = values.to(master.device)
-    # Where they are the master's own values, rounded, nothing was written: it keeps the bits that rounding loses.
-    # Without a branch on the comparison's result: that would make the CPU wait for the GPU, parameter by parameter.
+    # Where a value is its master's, rounded, nothing was written, and the master keeps the bits that rounding loses.
+    # By torch.where, as an if would make the CPU wait for the GPU, parameter by parameter.
     master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(torch.float32)))
 
 
@@ -188,8 +187,8 @@ class ParamGroup:
             master = self.separate_masters(fragment.shard_start, fragment.numel)
             return values if master is None else master.copy_(values)
 
-        # Where the model is on the device, what it takes there has to be free before ours is taken; else the fragments
-        # go to their places at once.
+        # Where the model is on the device, its memory has to be free before masters and parameters take theirs: until
+        # then the fragments wait here. Else they go to their places at once.
         fragments_kept: dict[int, torch.Tensor] | None = {} if lies_on(self.params, self.device) else None
         if fragments_kept is None:
             self.allocate_masters()
@@ -227,7 +226,7 @@ class ParamGroup:
     def allocate_masters(self) -> None:
         """Take the memory of the masters on the device."""
         if self.placement.device_master_span:
-            # Zeros: padding is stepped on by nobody, and cast and sent with the rest.
+            # Zeros: no step changes padding, and it is cast and sent with the rest.
             numel = len(self.placement.device_master_span)
             self.masters_on_device = torch.zeros(numel, dtype=torch.float32, device=self.device)
 
@@ -251,8 +250,9 @@ class ParamGroup:
 
     def separate_masters(self, start: int, numel: int) -> torch.Tensor | None:
         """1-D, fp32: masters of the shard's ``[start, start + numel)``; None where the parameters are their own."""
-        placed, storages = self.placement, (self.masters_on_host, self.masters_on_device)
-        for span, storage in zip((placed.host_master_span, placed.device_master_span), storages, strict=True):
+        on_host = (self.placement.host_master_span, self.masters_on_host)
+        on_device = (self.placement.device_master_span, self.masters_on_device)
+        for span, storage in (on_host, on_device):
             # A bucket lies on one side, and whatever is asked for lies within a bucket.
             if storage is not None and start in span:
                 return storage[start - span.start :][:numel]
@@ -265,7 +265,7 @@ class ParamGroup:
         return self.fragments[number], self.masters[number]
 
     def master_of(self, bucket: Bucket) -> torch.Tensor:
-        """1-D, fp32: masters of what :meth:`param_shard` names, padding included; of fp32 parameters that tensor."""
+        """1-D, fp32, with padding: the masters of :meth:`param_shard`, which in fp32 may be that tensor itself."""
         found = self.separate_masters(*self.part_of(bucket))
         return self.param_shard(bucket) if found is None else found
 
@@ -313,7 +313,7 @@ class ParamGroup:
         data_ptr, itemsize = self.comm.data_ptr, self.flat_P.itemsize
         start = data_ptr(self.flat_P)
         for index, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
-            # What has no elements lies nowhere.
+            # A parameter without elements has no address.
             moved = slot.numel and data_ptr(param) != start + slot.offset * itemsize
             if moved or param.dtype != self.dtype:
                 raise RuntimeError(
@@ -327,7 +327,7 @@ class ParamGroup:
                     update_master_from_param(master.view(-1), param.reshape(-1)[fragment.start :][: fragment.numel])
 
     def bump_param_versions(self) -> None:
-        """Tell autograd that every parameter has changed: publishing writes behind its back, into the flat buffer."""
+        """Tell autograd that every parameter has changed: it does not see what is written into the flat buffer."""
         # A backward pass that still holds the old values then raises instead of using the new ones.
         with torch._C.DisableTorchFunctionSubclass():  # no detour through Python for a number
             torch.autograd.graph.increment_version(self.params)
@@ -362,11 +362,11 @@ class ParamGroup:
 class ZeroStage1And2:
     """Partitioned optimizer states (stage 1) and gradients (stage 2), over whole parameters; or neither (stage 0).
 
-    The stages differ outside: 0 has ``replicated`` groups, and from 2 on the reducer's ``every_pass`` is true. Stage 3
-    derives from this class, whose groups are then its persistent parameters'.
+    What makes the stage is given: stage 0 has ``replicated`` groups, and from stage 2 on the reducer's ``every_pass``
+    is true. Stage 3 derives from this class, whose groups are then those of persistent parameters alone.
 
     Args:
-        groups: those of whole parameters; in stage 0 with ``replicated=True``, which makes one partition of each.
+        groups: the groups of whole parameters; in stage 0 with ``replicated=True``.
         gradients: reduces them into ``grad_S``: every micro-batch in stage 2, once per step in stages 0 and 1.
         comm: the ranks.
     """
@@ -419,30 +419,29 @@ class ZeroStage1And2:
     # fragments of ``single_partition_of_fp32_groups``.
 
     def uploaded(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
-        """5, on the host: my part of a bucket is new, or on its way. ``group`` counts ``gradients.groups``.
+        """5, where the CPU steps: my part of a bucket is new, or on its way to the device.
 
-        Those are :attr:`groups`; in stage 3, whose :attr:`groups` are the persistent ones, they are all.
+        ``group`` is an index of ``gradients.groups``: here they are :attr:`groups`, in stage 3 partitioned ones too.
         """
         self.launch_all_gather(group, bucket, wait_upload)
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
     def launch_all_gather(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
-        """Launch the all-gather of a bucket of ``groups[group]``; of the CPU's, while it steps on the next one.
+        """Launch the all-gather of a bucket of ``groups[group]``. Where the CPU steps, it goes on with the next bucket.
 
         ``wait_upload`` lets the current stream wait until my part has come from the host; None: it is there.
         """
-        # The caller has ordered what is launched here behind the upload, on the upload's own stream; the compute stream
-        # waits for neither yet. My part is in its place in ``whole`` already, and the others' arrive in theirs: no copy
-        # in, no copy out.
-        whole, padding = bucket.of(self.bit16_groups_flat[group]), bucket.padding_of(self.comm.rank)
+        # In place: my part lies in ``whole``, and the others' arrive beside it, so nothing is copied. Behind an upload
+        # the caller launches this on the upload's own stream, and the compute stream waits for neither yet.
+        whole = bucket.of(self.bit16_groups_flat[group])
+        sent_padding = (self.comm.world_size - 1) * bucket.padding_of(self.comm.rank)
         with self.comm.ranges.span("publish", bucket.index, self.groups[group].names[bucket.slots[0].index]):
-            others_padding = (self.comm.world_size - 1) * padding
-            gather = self.comm.all_gather(ALL_GATHER, whole, others_padding, f"bucket {bucket.index}")
+            gather = self.comm.all_gather(ALL_GATHER, whole, sent_padding, f"bucket {bucket.index}")
         self._gathers.append((wait_upload, gather))
 
     def publish(self) -> None:
-        """6: let every rank have every part of every bucket. Parameters are views of the buckets: the model is new."""
+        """6: send my part of every bucket to all ranks. Parameters are views of the buckets, so the model is new."""
         self.all_gather_dp_groups()
         self.wait_all_gathers()
 
@@ -462,7 +461,7 @@ class ZeroStage1And2:
     def publish_bucket(self, i: int, bucket: Bucket) -> None:
         """Cast the masters of a bucket of ``groups[i]`` into my part of it, and launch its all-gather."""
         group = self.groups[i]
-        # In fp32 the masters lie in the flat buffer, and were published by being written.
+        # In fp32 the masters are the flat buffer's own elements, and the step has written them there.
         if group.dtype != torch.float32:
             group.param_shard(bucket).copy_(self.single_partition_of_fp32_groups[i][bucket.index])
         if not group.replicated:  # else every rank has every new master
@@ -473,7 +472,7 @@ class ZeroStage1And2:
         gathers, self._gathers = self._gathers, []
         for wait_upload, gather in gathers:
             if wait_upload is not None:
-                wait_upload()  # with one rank the all-gather is nothing, and orders nothing
+                wait_upload()  # with one rank there is no all-gather that would wait for the upload
             gather.wait()
 
     # ---- between steps -----------------------------------------------------------------------------------------------
@@ -486,7 +485,7 @@ class ZeroStage1And2:
         """Do nothing: whole parameters may be written at any time between passes."""
 
     def unwinding(self) -> AbstractContextManager[None]:
-        """Around a forward pass: whatever ends it leaves nothing behind. Here nothing could be."""
+        """A context for a forward pass, which cleans up after an exception. Here there is nothing to clean up."""
         return nullcontext()
 
     def destroy(self) -> None:
