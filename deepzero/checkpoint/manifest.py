@@ -216,7 +216,7 @@ class Manifest:
         if was == micro_batch:
             return ""
         count = self.batch["global_batch"] // was
-        return f"the checkpoint's steps had {count} micro-batches of {was} sequences, and this run's have {micro_batch}"
+        return f"the checkpoint's steps had {count} micro-batches of {was} sequences, this run's are of {micro_batch}"
 
     def to_json(self) -> str:
         """Valid JSON, with a line for each parameter, buffer, group and file."""

@@ -100,7 +100,7 @@ def no_such_key(key: str, configs: Path, valid: list[str]) -> str:
     if beside:
         more = f"; what else its class takes: +{key}=VALUE" if parent == "optimizer" else ""
         return f"{wrong} There are: {', '.join(name for name in beside if not name.startswith('_'))}{more}"
-    ours = [name for name in valid if name.startswith("hydra") == key.startswith("hydra")]
+    ours = [name for name in valid if name.startswith("hydra") == key.startswith("hydra") and name != key]
     return f"{wrong}{_nearest(key, ours)} `python train.py --help` lists all keys"
 
 

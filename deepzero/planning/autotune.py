@@ -212,9 +212,10 @@ class Search:
         return None
 
     def _sort(self) -> None:
-        """The fastest first; of equals, the one that holds less, then the plainer one."""
+        """The fastest first; of equals, one without offload, then the one that holds less, then the plainer one."""
         speed = lambda one: float(f"{one.tokens_per_second:.3g}")
-        self.options.sort(key=lambda one: (-speed(one), one.simulated.device_bytes, len(one.words)))
+        rank = lambda one: (-speed(one), one.setting.offload != "none", one.simulated.device_bytes, len(one.words))
+        self.options.sort(key=rank)
 
     def _grow(self) -> None:
         """Larger micro-batches for the fastest, as long as it waits much and gains by them: estimates hide too much."""

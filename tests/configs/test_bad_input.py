@@ -4,6 +4,8 @@ import importlib.util
 
 import pytest
 
+from deepzero.config.hydra_errors import no_such_key
+from deepzero.training.command_line import CONFIGS
 from tests.configs.compose import complaint
 from tests.e2e import runs
 
@@ -181,3 +183,9 @@ def test_help_is_worth_reading(tmp_path):
     for word in ("zero.stage=1", "-m zero.stage=0,1,2", "torchrun", "gpt2_124m", "warmup_cosine", "reduce_bucket_size"):
         assert word in done.out
     assert "+key" not in done.out, "a new key is refused"
+
+
+def test_a_config_of_another_name_has_not_the_keys_of_train():
+    """``--config-name zero/default experiment=smoke``: a key is never said to be meant by itself."""
+    said = no_such_key("experiment", CONFIGS, ["experiment", "zero.stage"])
+    assert said == "unknown config key 'experiment'. `python train.py --help` lists all keys"

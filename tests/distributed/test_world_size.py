@@ -130,7 +130,7 @@ def test_a_program_is_told_of_micro_batches_of_another_size(rank, world, tmp_pat
             engine.load_checkpoint(tmp_path)
         assert warned.call_count == said
     (text, cut), _ = warned.call_args
-    words = "other bits from here on: the checkpoint's steps had 6 micro-batches of 1 sequences, and this run's have 2"
+    words = "other bits from here on: the checkpoint's steps had 6 micro-batches of 1 sequences, this run's are of 2"
     assert text % cut == words
 
 

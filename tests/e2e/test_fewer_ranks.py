@@ -54,7 +54,7 @@ def test_four_ranks_then_three_then_two_then_one(tiny, tmp_path):
     done = runs.train(*tiny, *COMMON, "train.steps=12", "launch.nproc=4", cwd=whole)
     assert done.status == 0, done.err
     splits = {4: "12 = 3 x 1 x 4", 3: "12 = 2 x 2 x 3", 2: "12 = 2 x 3 x 2", 1: "12 = 2 x 6 x 1"}
-    cut = "the checkpoint's steps had 4 micro-batches of 3 sequences, and this run's have 2"
+    cut = "the checkpoint's steps had 4 micro-batches of 3 sequences, this run's are of 2"
     for number, (ranks, split) in enumerate(splits.items(), start=1):
         words = [*tiny, *COMMON, f"train.steps={3 * number}", f"launch.nproc={ranks}"]
         if ranks == 3:

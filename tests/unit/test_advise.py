@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shlex
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +48,23 @@ def test_all_stages_and_offloads_are_ranked(advice):
     speeds = [float(f"{option.tokens_per_second:.3g}") for option in advice.options]
     assert speeds == sorted(speeds, reverse=True)
     assert not advice.refused and not advice.waiting
+
+
+def test_of_equals_the_one_without_offload_is_first():
+    """Offload of a model of 0.9 million parameters was advised for the 1.4 MB of 72 GB that it saves."""
+    search = object.__new__(Search)
+    make = lambda offload, speed, held: SimpleNamespace(
+        setting=SimpleNamespace(offload=offload),
+        tokens_per_second=speed,
+        simulated=SimpleNamespace(device_bytes=held),
+        words=(),
+    )
+    search.options = [make("optimizer", 8531.0, 1), make("none", 8532.0, 3), make("none", 8533.0, 2)]
+    search.options += [make("optimizer", 8541.0, 1)]
+    search._sort()
+    assert [(o.setting.offload, o.simulated.device_bytes) for o in search.options] == [
+        ("optimizer", 1), ("none", 2), ("none", 3), ("optimizer", 1)
+    ]  # fmt: skip
 
 
 def test_predictions_are_those_of_simulate(advice):
