@@ -4,6 +4,12 @@ import torch
 
 
 def storage_ptr_of(tensor: torch.Tensor) -> int:
-    """Where the tensor's memory begins; of what has none (the meta device), the number of torch's handle for it."""
+    """Where the tensor's memory begins; of what has none the number of torch's handle for it.
+
+    The meta device's has none, and what ``torch.cond``, scans and their like trace a function with.
+    """
     storage = tensor.untyped_storage()
-    return int(storage.data_ptr() or storage._cdata)
+    try:
+        return int(storage.data_ptr() or storage._cdata)
+    except RuntimeError:  # a fake or functional tensor's, which refuses the question
+        return int(storage._cdata)

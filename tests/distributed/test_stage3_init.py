@@ -345,6 +345,8 @@ def test_use_and_writes_without_gathering_are_refused(rank, world):
     assert weight.shape == (37, 24) and weight.numel() == 37 * 24 and weight.dim() == 2 and len(weight) == 37
     assert "shape=(37, 24)" in repr(weight) and "NOT_AVAILABLE" in repr(weight)
     assert engine.module.state_dict()["blocks.0.1.weight"].shape == (37, 24)
+    assert type(torch.zeros_like(weight)) is type(weight.new_ones(3)) is torch.Tensor
+    assert torch.equal(torch.ones_like(weight), torch.ones(37, 24)) and torch.ones_like(weight).is_contiguous()
     assert weight.ds_numel == 888 and weight.ds_shape == (37, 24) and isinstance(weight.ds_id, int)
     for use in (
         lambda: weight.sum(), lambda: weight @ torch.ones(24), lambda: nn.functional.linear(torch.ones(24), weight),

@@ -18,7 +18,16 @@ import deepzero
 from deepzero import zero
 from deepzero.utils.compile import is_compiled
 from tests.distributed.pool import on_ranks, sampled
-from tests.distributed.training import WHOLE, check_alike, config, same_in_stages_2_and_3, start, step_from, step_on
+from tests.distributed.training import (
+    WHOLE,
+    check_alike,
+    config,
+    same_in_stages_2_and_3,
+    scripted,
+    start,
+    step_from,
+    step_on,
+)
 
 WIDTH = 24
 
@@ -190,6 +199,34 @@ def test_compiled_around_the_hooks(rank, world):
         warnings.simplefilter("ignore")  # as above
         step_on(engine, batch(0, rank))
     assert compiled and not any(name.startswith(deepzero.__path__[0]) for name in compiled)
+
+
+def scaled(x, weights: list[torch.Tensor]):
+    return x * weights[0].sum() + (weights[1] > 0).sum()
+
+
+class TracedWithoutMemory(OutsideItsModule):
+    """``torch.cond`` traces both branches with tensors that have no memory; a scripted function tells no subclass."""
+
+    def __init__(self):
+        super().__init__()
+        self.scaled = scripted(scaled)
+
+    def forward(self, x):
+        bias = self.norm.bias
+        x = torch.cond(x.sum() > 0, lambda x: (x + bias).sin(), lambda x: x.exp() * bias, (self.norm(x),))
+        return super().forward(self.scaled(x, [self.table.values, self.second.weight]))
+
+
+@on_ranks()
+def test_scripted_functions_and_higher_order_operators(rank, world):
+    def step(engine, number):
+        step_on(engine, batch(number, rank))
+        return engine.last_step.loss, engine.last_step.grad_norm
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        same_in_stages_2_and_3(lambda stage: TracedWithoutMemory(), step)
 
 
 def test_both_ways_to_compile_are_known():

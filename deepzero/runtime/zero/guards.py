@@ -8,9 +8,10 @@ half-built belongs to no engine, and none takes it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from deepzero.utils.errors import ConfigError, PartitionedUseError
 
 if TYPE_CHECKING:
-    from deepzero.runtime.zero.partition_parameters import ParamRecord, ZeroParameter
+    from deepzero.runtime.zero.partition_parameters import ParamRecord, PartitionedParameter, ZeroParameter
     from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
     from deepzero.runtime.zero.tensor_fragment import TensorFragments
 
@@ -140,9 +141,12 @@ _WRITABLE = ("grad", "_grad", "requires_grad", "_backward_hooks", "_post_accumul
 _METHODS = """
 size dim numel nelement ndimension is_floating_point is_complex is_signed is_conj is_neg register_hook requires_grad_
 register_post_accumulate_grad_hook element_size get_device is_contiguous __len__ __hash__ is_inference is_same_size
-is_pinned is_shared retain_grad
+is_pinned is_shared retain_grad new_empty new_zeros new_ones
 """.split()  # noqa: SIM905
-_FUNCTIONS = "is_floating_point is_complex is_signed is_conj is_neg numel is_same_size is_inference".split()  # noqa: SIM905
+_FUNCTIONS = """
+is_floating_point is_complex is_signed is_conj is_neg numel is_same_size is_inference
+empty_like zeros_like ones_like rand_like randn_like
+""".split()  # noqa: SIM905
 
 
 def _metadata_functions() -> frozenset[Any]:
@@ -159,6 +163,29 @@ METADATA = _metadata_functions()
 
 READS_WITHOUT_VALUES = frozenset({torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__})  # type: ignore[attr-defined]
 """They return an alias, which is as partitioned as the parameter."""
+
+
+def notice_scripted_calls(find: Callable[[Any], Sequence[PartitionedParameter]]) -> None:
+    """Let what ``torch.jit`` has compiled tell the parameters that ``find`` sees in its arguments, as torch's own does.
+
+    Never put back: somebody may have wrapped it since, and for other arguments it changes nothing.
+    """
+    for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+        if not hasattr(kind.__call__, "__wrapped__"):
+            kind.__call__ = _told(kind.__call__, find)  # type: ignore[method-assign]
+
+
+def _told(original: Callable[..., Any], find: Callable[[Any], Sequence[PartitionedParameter]]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(compiled: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (hidden := find((args, kwargs))):
+            return original(compiled, *args, **kwargs)
+        run = functools.partial(original, compiled)
+        run.__name__ = compiled.name  # type: ignore[attr-defined]  # for messages
+        return hidden[0].__torch_function__(run, (), args, kwargs)
+
+    return call
+
 
 # ---- writes to gathered parameters, and uses of offloaded ones (stage 3) ---------------------------------------------
 

@@ -229,6 +229,7 @@ def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
     # Its class is what changes with its state, so it must not be one that carries behaviour (bitsandbytes, torchao).
     if type(param) is not nn.Parameter:
         raise ConfigError(f"parameter {name!r} is a {type(param).__name__}; stage 3 partitions plain nn.Parameter only")
+    guards.notice_scripted_calls(partitioned_in)
     param.__class__ = ZeroParameter
     assigned: ZeroParameter = param  # type: ignore[assignment]
     assigned._record = ParamRecord(param, name)
