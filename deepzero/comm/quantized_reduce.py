@@ -39,7 +39,7 @@ import torch
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.exact_sum import Part, chunk_for, sum_chunk
 from deepzero.comm.quantization import Packed, Quantizer
-from deepzero.comm.reduce_scatter import InflightReduce, Key
+from deepzero.comm.reduce_scatter import BucketKey, InflightReduce
 from deepzero.comm.topology import RankGroup
 from deepzero.layout import Bucket, FlatLayout
 
@@ -79,12 +79,12 @@ class QuantizedReduce:
         longest = max((layout.largest_bucket for layout in layouts), default=0) // comm.world_size
         # Elements to decode at a time: whole blocks.
         self.chunk = max(chunk_for(comm.device_type, longest) // self.format.block, 1) * self.format.block
-        self.exact_buckets: set[Key] = set()
+        self.exact_buckets: set[BucketKey] = set()
         """These go the exact way. The same on all ranks; change it between two steps only. What error feedback keeps of
         a bucket that is sent the exact way waits, unused."""
         # Parts of a bucket that a rank sends in step 1 and in step 3.
         self._parts_sent = (self.across.size * (self.inside.size - 1), self.across.size - 1)
-        self._metering, self._tallies = False, dict[Key, torch.Tensor]()
+        self._metering, self._tallies = False, dict[BucketKey, torch.Tensor]()
         # For each group: what was lost in steps 1 and 3, in the order in which it is sent.
         self._lost = {
             group: [torch.zeros(n * layout.shard_numel, dtype=wire_dtype, device=comm.device) for n in self._parts_sent]
@@ -92,7 +92,7 @@ class QuantizedReduce:
             if error_feedback and group not in exact_groups
         }
 
-    def takes(self, key: Key) -> bool:
+    def takes(self, key: BucketKey) -> bool:
         """Whether this bucket is quantised; the same answer on all ranks."""
         return key[0] not in self.exact_groups and key not in self.exact_buckets
 
@@ -125,7 +125,7 @@ class QuantizedReduce:
             self._tallies = {}
 
     @property
-    def measured(self) -> dict[Key, tuple[float, float]]:
+    def measured(self) -> dict[BucketKey, tuple[float, float]]:
         """For each bucket the signal ``sum(x ** 2)`` and the noise ``sum((x - decoded) ** 2)`` of what *this* rank
         has quantised in steps 1 and 3 since :attr:`metering` was set. Nothing may be under way.
         """

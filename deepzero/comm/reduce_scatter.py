@@ -47,7 +47,7 @@ REDUCE_SCATTER = "gradients.reduce_scatter"
 ALL_REDUCE = "gradients.all_reduce"
 ALL_GATHER_GRADIENTS = "gradients.all_gather"
 
-Key: TypeAlias = tuple[int, int]
+BucketKey: TypeAlias = tuple[int, int]
 """Which bucket: its group's number, and its own within the group."""
 AroundSum: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 """A context around the writing of a sum: offload brings there what is added to, and takes the sum away behind it."""
@@ -73,7 +73,7 @@ class InflightReduce:
 
     buffers: BucketBuffers
     bucket: Bucket
-    key: Key
+    key: BucketKey
     output: torch.Tensor
     accumulate: bool
     on_chunk: Measure | None

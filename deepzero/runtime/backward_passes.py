@@ -72,7 +72,7 @@ class BackwardPasses:
 
     def watch_outputs(self, outputs: Any) -> None:
         """Hooks on the tensors of a forward pass's output, so that a plain ``loss.backward()`` is noticed too."""
-        self._home.note()
+        self._home.set_to_current()
         loss = scalar_loss(outputs)
         # By identity: a loss that stands in the output twice is one loss.
         for tensor in {id(tensor): tensor for tensor in output_tensors(outputs)}.values():

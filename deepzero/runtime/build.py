@@ -331,16 +331,16 @@ def _build_optimizer_shard(
     dtypes: Dtypes,
     offload: Offload | None,
 ) -> OptimizerShard:
-    """Step 5's: the optimizer over this rank's masters, on the device, on the host, or on both."""
+    """The optimizer over this rank's masters, for step 5: on the device, on the host, or on both."""
     if offload is not None and reducer.comm.rank == 0:
         log.info(offload.describe(optimizer))
     build = OptimizerShard if offload is None else offload.build_shard
+    sub_group_size = config.zero.sub_group_size if config.zero.stage == 3 else None
+    # ``optimizer.step`` is looked up at each call: schedulers wrap it.
+    one_pass = (lambda **given: optimizer.step(**given)) if isinstance(optimizer, CPUAdam) else None
     return build(
         optimizer, groups, dtypes.accumulation, reducer.comm.rank,
-        whole_sums=reducer.whole_sums,
-        sub_group_size=config.zero.sub_group_size if config.zero.stage == 3 else None,
-        # Looked up late: schedulers wrap the optimizer's step.
-        one_pass=(lambda **given: optimizer.step(**given)) if isinstance(optimizer, CPUAdam) else None,
+        whole_sums=reducer.whole_sums, sub_group_size=sub_group_size, one_pass=one_pass,
     )  # fmt: skip
 
 

@@ -22,16 +22,16 @@ def weakly(method: Any) -> Callable[[nn.Parameter], None]:
 class HomeStream:
     """One stream for all that is done with a backward pass's gradients, wherever autograd calls the hooks.
 
-    It calls a parameter's hooks on the stream on which the parameter was first used: in a program that computes on
-    several, on several. Home is the one on which the last forward pass was begun, :meth:`note`. On a device without
+    Autograd calls a parameter's hooks on the stream on which the parameter was first used; a program may compute on
+    several. Home is the stream on which the last forward pass was begun (:meth:`set_to_current`). On a device without
     streams hooks stay what they are.
     """
 
     def __init__(self, d: torch.device) -> None:
         self._accelerator, self._device = accelerator_of(d), d
-        self.note()
+        self.set_to_current()
 
-    def note(self) -> None:
+    def set_to_current(self) -> None:
         """Let the current stream be home."""
         self._home = self._accelerator.current_stream(self._device)
 

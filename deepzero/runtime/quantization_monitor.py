@@ -29,7 +29,7 @@ import torch
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.quantization import CHUNK
 from deepzero.comm.quantized_reduce import QuantizedReduce
-from deepzero.comm.reduce_scatter import Key
+from deepzero.comm.reduce_scatter import BucketKey
 from deepzero.config.zero import QuantizationConfig
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class QuantizationMonitor:
     ) -> None:
         self.buckets = [bucket for bucket in buckets if bucket.strategy.quantizes]
         self.quantized_grads = quantized_grads
-        self.names: dict[Key, str] = {
+        self.names: dict[BucketKey, str] = {
             (number, bucket.index): short_name([group.names[slot.index] for slot in bucket.slots])
             for number, group in enumerate(groups)
             for bucket in group.layout.buckets

@@ -107,7 +107,8 @@ def compile_plan(
         chosen: list[tuple[int, bool]] = []
         # Fetched ahead and not used yet: at most prefetch_numel, plus the bucket that reaches it. So a bucket larger
         # than the limit can be prefetched; with a limit of 0 nothing is.
-        waiting, held = (sum(numel[key] for key in keys) for keys in (ahead, live))
+        waiting = sum(numel[key] for key in ahead)
+        held = sum(numel[key] for key in live)
         for use in trace[position + 1 :]:
             for key in (key for key in use.keys if key not in live):
                 # The first that does not fit ends the search: a smaller one behind it would take the room, and the
@@ -117,7 +118,8 @@ def compile_plan(
                 chosen.append((key, use.backward))
                 live.add(key)
                 ahead.add(key)
-                waiting, held = waiting + numel[key], held + numel[key]
+                waiting += numel[key]
+                held += numel[key]
         return chosen
 
     plan = []

@@ -82,12 +82,9 @@ class UnreducedGradients:
         # padding between them. Cut once, as buffers are kept. The views keep the storage, so its handle stays its own.
         self._targets: dict[tuple[int, ...], tuple[list[tuple[int, torch.Tensor]], list[torch.Tensor]]] = {}
         # Of each group, a wider buffer in which micro-batches are summed, or None: a sum in bf16 loses bits.
-        self.flat = [
-            torch.zeros(group.layout.padded_numel, dtype=sum_dtype, device=group.device)
-            if sum_dtype is not None and sum_dtype.itemsize > group.dtype.itemsize
-            else None
-            for group in self.groups
-        ]
+        wider = lambda group: sum_dtype is not None and sum_dtype.itemsize > group.dtype.itemsize
+        zeros = lambda group: torch.zeros(group.layout.padded_numel, dtype=sum_dtype, device=group.device)
+        self.flat = [zeros(group) if wider(group) else None for group in self.groups]
 
     def held(self) -> list[torch.Tensor]:
         """Tensors counted as gradients: those that wait now, and the flat buffers."""

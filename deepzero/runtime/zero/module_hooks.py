@@ -87,7 +87,7 @@ class ModuleHooks:
         self._handles: list[Any] = []
         # All parameters of leaf modules, persistent ones too: the reducer counts their gradients by calls.
         self.leaf_params: set[nn.Parameter] = set()
-        # Injected, so that a parameter can ask for its bucket without an import of this file from that one.
+        # Injected, so that a parameter can ask for its bucket: its file cannot import this one.
         for bucket in coordinator.buckets:
             bucket.hooks = self
         self._install(model, set())
@@ -126,7 +126,7 @@ class ModuleHooks:
 
     # ---- forward: hooks are plain functions, as dynamo can step around those, not around an object -------------------
 
-    # Most modules find their bucket gathered, and hooks are all that they cost: they look first, and by no generator.
+    # Most modules find their bucket gathered. Hooks are then all that they cost, so these look first, and call little.
 
     def _pre_forward_hook(self, params: list[ZeroParameter], name: str, counted: bool) -> Callable[..., None]:
         coordinator, own = self.coordinator, keys_of(params)

@@ -132,8 +132,8 @@ class PartitionedParameterCoordinator:
     """Fetches and releases buckets along the trace.
 
     A bucket's position in ``buckets`` is its key. Gathered buckets lie in the first of ``pools``, quantised messages
-    (qwZ) in the second. ``limits`` are :func:`limit_lookahead`'s. While nothing is known about the order,
-    ``recording_numel`` elements are held.
+    (qwZ) in the second. ``limits`` are :func:`limit_lookahead`'s. While the order is recorded, at most
+    ``recording_numel`` elements are held, or what one use needs.
     """
 
     def __init__(

@@ -220,7 +220,7 @@ class PartitionedParamGroup(ParamGroup):
     @contextmanager
     @torch.no_grad()
     def writing(self, param: ZeroParameter | None = None) -> Iterator[None]:
-        """Around a write to the shard: what is gathered will follow it, and the master of ``param`` does at the end."""
+        """A context for a write to the shard, at whose end the master of ``param`` takes over what was written."""
         if param is not None:
             self.before_write()
         with self.around_write():
@@ -236,7 +236,7 @@ class PartitionedParamGroup(ParamGroup):
             super().write(index, values)
 
     def _write_param(self, index: int, values: torch.Tensor) -> None:
-        # The cast values, which the master follows; then come the bits that the cast has lost.
+        # The master takes over the cast values; then :meth:`write` adds the bits that the cast has lost.
         self.params[index]._record.placed()[0].write(self.params[index], values)
 
     def sync_masters_from_params(self) -> None:
@@ -246,7 +246,7 @@ class PartitionedParamGroup(ParamGroup):
                 check_writes(bucket, every_element=bucket.gather_refs > 0)  # what the program holds is gathered anew
 
     def written(self) -> list[str]:
-        """None: a write is refused, or accepted, at once."""
+        """None: in stage 3 a write is refused, or taken over, at once."""
         return []
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def mark_persistent(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
 
 
 class ZeroStage3(ZeroStage1And2):
-    """Partitioned parameters, gradients and optimizer states. What it inherits treats persistent parameters as stage 2.
+    """Partitioned parameters, gradients, optimizer states. Inherited methods treat persistent parameters as stage 2.
 
     ``model`` gets the hooks; ``gradients`` are those of all trainable parameters, partitioned or persistent: one
     reducer serves both, so that buckets are launched in one order. ``groups`` afterwards are the persistent ones.

@@ -260,7 +260,8 @@ class ParamGroup:
 
     def fragment_and_master(self, index: int) -> tuple[Fragment, torch.Tensor] | None:
         """This rank's fragment of a parameter, and its master; None: it has no element here, or is not trained."""
-        if (number := self._numbers.get(index)) is None or not self.placement.trained:
+        number = self._numbers.get(index)
+        if number is None or not self.placement.trained:
             return None
         return self.fragments[number], self.masters[number]
 
