@@ -20,11 +20,6 @@ os.environ.setdefault("DEEPZERO_DEVICE", "cpu")
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-# gloo's thread tries a lock that a rank's other threads hold while they send. Whoever is woken by the message and takes
-# the sender's core leaves that thread to try again for milliseconds: on few cores a third of all processor time. Batch
-# processes, as all that tests start will be, take no core from others when they wake. (Linux has them alone.)
-if hasattr(os, "sched_setscheduler"):
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @pytest.fixture(scope="session")
