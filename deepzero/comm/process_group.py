@@ -198,6 +198,30 @@ def backend_for(device: torch.device) -> str:
     return dist.group.WORLD._get_backend(device).name() if is_initialized() else "none"  # type: ignore[union-attr]
 
 
+# ---- what the program sends itself -----------------------------------------------------------------------------------
+
+
+def ask_class_first(check: Callable[..., None]) -> Callable[..., None]:
+    """``check``, a check of torch's own by which every collective begins, that calls a tensor's ``before_collective``.
+
+    Before torch 2.13 most collectives ask no ``__torch_function__``, but take a tensor's memory. What a partitioned
+    parameter shows has one element of it, whatever its shape says: gloo would write over its end.
+    """
+
+    @functools.wraps(check)
+    def asking(tensors: Any, name: str) -> None:
+        for tensor in tensors if isinstance(tensors, list) else [tensors]:
+            if hasattr(type(tensor), "before_collective"):
+                tensor.before_collective()
+        check(tensors, name)
+
+    return asking
+
+
+if dist.is_available():
+    for _check in ("_check_single_tensor", "_check_tensor_list"):
+        setattr(dist.distributed_c10d, _check, ask_class_first(getattr(dist.distributed_c10d, _check)))
+
 # ---- small talk ------------------------------------------------------------------------------------------------------
 
 

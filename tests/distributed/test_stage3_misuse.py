@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -336,6 +337,20 @@ def gradient_of_the_input(rank, world):
     assert not said.called, said.call_args
 
 
+def sent_by_the_program(rank, world):
+    """Before torch 2.13 most collectives take a tensor's memory, of which a placeholder has one element."""
+    engine = deepzero.initialize(model=nn.Linear(24, 24), config=config(stage=3, bucket=100, zero=WHOLE))[0]
+    weight, whole = engine.module.weight, torch.zeros(24, 24)
+    calls = [lambda p: dist.broadcast(p, 0), lambda p: dist.reduce(p, 0), dist.all_reduce, lambda p: dist.isend(p, 1)]
+    calls += [lambda p: dist.scatter(p, None if rank else [whole, whole]), lambda p: dist.P2POp(dist.irecv, p, 1)]
+    calls += [lambda p: dist.all_gather([p, p], whole), lambda p: dist.all_gather([whole, whole], p)]
+    for number, call in enumerate(calls):
+        with torch.no_grad(), pytest.raises(PartitionedUseError, match="partitioned"):
+            call(weight if number % 2 else weight.data)
+    with zero.GatheredParameters(weight), torch.no_grad():
+        dist.broadcast(weight, 0)
+
+
 def hooks_without_a_name(rank, world):
     """Somebody's saved-tensor hooks may be any callables."""
 
@@ -428,7 +443,7 @@ def evaluated_in_vain(rank, world):
 
 CASES = [neighbours, through_data, load_on_the_way, gather_between, inference, two_engines, sparse, checkpointed_engine]
 CASES += [beside_an_open_init, mixed_meta, broken_off, written_elsewhere, turned_where_it_lies, stopped_by_ctrl_c]
-CASES += [broken_off_when_gathered, gradient_of_the_input, hooks_without_a_name, a_shorter_step]
+CASES += [broken_off_when_gathered, gradient_of_the_input, sent_by_the_program, hooks_without_a_name, a_shorter_step]
 CASES += [named_for_their_gradients, evaluated_within, evaluated_in_vain]
 
 

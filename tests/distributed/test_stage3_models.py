@@ -198,7 +198,8 @@ def test_compiled_around_the_hooks(rank, world):
     with warnings.catch_warnings(), register_bytecode_hook(lambda code, _: compiled.append(code.co_filename)):
         warnings.simplefilter("ignore")  # as above
         step_on(engine, batch(0, rank))
-    assert compiled and not any(name.startswith(deepzero.__path__[0]) for name in compiled)
+    assert not any(name.startswith(deepzero.__path__[0]) for name in compiled)
+    assert compiled or torch.__version__ < (2, 12)  # which leaves a forward method with such hooks to Python
 
 
 def scaled(x, weights: list[torch.Tensor]):

@@ -139,6 +139,10 @@ class HiddenParameter(nn.Parameter):
             wait_for_all()
         return func(*args, **kwargs)
 
+    def before_collective(self) -> None:
+        """See ``process_group.py``: torch is about to take the memory of what is shown."""
+        wait_for(self)
+
     # Of nn.Parameter's own methods these make a parameter of the same class.
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
         wait_for(self)

@@ -80,8 +80,7 @@ class ParamRecord:
     """One parameter's identity, and the place of its values; ``param._record``."""
 
     def __init__(self, param: nn.Parameter, name: str) -> None:
-        self.id = next(_IDS)
-        self.name = name
+        self.id, self.name = next(_IDS), name
         self.shape = param.shape
         self.numel = param.numel()
         # In a bucket elements lie in the order of the shape, whatever the parameter's own strides were.
@@ -196,6 +195,10 @@ class PartitionedParameter(ZeroParameter):
             with hide_from_checkpointing():
                 args, kwargs = pytree.tree_map_only(PartitionedParameter, whole, (args, kwargs))
             return func(*args, **kwargs)
+
+    def before_collective(self) -> None:
+        """See ``process_group.py``: torch is about to take the memory of what is shown."""
+        raise guards.use_error(self._record, "sent or received by a collective of the program's")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Names the logical shape and what this rank holds."""
