@@ -52,7 +52,7 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Three settings, not one: what the model computes in, what travels, what gradients are summed in."""
+    """The dtypes in which the model computes, in which gradients travel, and in which they are summed."""
 
     compute: torch.dtype
     wire: torch.dtype
@@ -104,10 +104,10 @@ class ZeroComponents:
     def offload_report(self) -> dict[str, dict[str, float]]:
         """This rank's pipeline between device and host in the last step, part by part; empty without offload.
 
-        For ``gradients_to_host``, ``gradients_to_device`` (what more is added to), ``optimizer_step``,
+        For ``gradients_to_host``, ``gradients_to_device`` (sums that are added to), ``optimizer_step``,
         ``parameters_to_device`` and ``parameters_fetch``: ``bytes``, ``seconds`` under way, ``gb_per_second``, and
-        ``hidden``, the part of those seconds (0 to 1) in which neither program nor compute stream stood still. Without
-        a GPU nothing is hidden but a delayed update.
+        ``hidden``, the part of those seconds (0 to 1) in which program and compute stream both went on. Without a GPU
+        only a delayed update is hidden.
         """
         if self.offload is None:
             return {}

@@ -272,8 +272,8 @@ class Engine(nn.Module):
             zero.stage.reduce_gradients()
             trouble = trouble or zero.optimizer_shard.memory_problem()
         ledger.note("boundary")
-        # 5 step: agree on finiteness and norm, unscale and clip, optimizer on the masters. The agreement is the one
-        # place where ranks wait for one another's word, so everything that one rank knows alone travels in it.
+        # 5 step: agree on finiteness and norm, unscale and clip, optimizer on the masters. Only in the agreement do
+        # ranks exchange what one of them has found alone, so all of that travels in it.
         with self.comm.ranges.span("agree"):
             bins = zero.stage.gradients.norm_sq_partials()
             micro_batches = self.batch.accumulation

@@ -20,9 +20,9 @@ NEVER = 1 << 62
 
 @dataclass
 class ModuleUse:
-    """One use of buckets, and what happens at it: release, then fetch, then prefetch.
+    """One use of buckets, and its release, fetch and prefetch, in this order.
 
-    In a plan that is what will happen; in the record of a pass, what did.
+    In a plan these three say what to do; in the record of a pass, what was done.
     """
 
     keys: tuple[int, ...]
@@ -31,15 +31,15 @@ class ModuleUse:
     where: str
     """The module, or in a backward pass the first parameter of the bucket, for error texts and the profiler."""
     on_demand: bool = False
-    """Noticed only because the bucket was not there: it may be missing the next time."""
+    """Noticed only because the bucket was not there: in the next pass this use may go unnoticed."""
     recompute: int = 0
-    """The number of the checkpointed block recomputed here, of whose weights autograd keeps views; 0: none."""
+    """Which checkpointed block is recomputed here (autograd keeps views of its weights); 0: none."""
     completes: set[int] = field(default_factory=set)
     """Buckets whose gradients became complete between this use and the next."""
     release: tuple[int, ...] = ()
     fetch: tuple[int, ...] = ()
-    """In a plan only predictions read it: the coordinator fetches what of ``keys`` is not there, which is the same. The
-    record of a pass has prefetches here, too."""
+    """In a plan only predictions read it: the coordinator fetches those of ``keys`` that are not there, which are the
+    same. The record of a pass has prefetches here, too."""
     prefetch: tuple[tuple[int, bool], ...] = ()
     """With each bucket, whether it is for a backward pass."""
 

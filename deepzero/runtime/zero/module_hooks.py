@@ -236,7 +236,7 @@ class ModuleHooks:
         # torch runs only the innermost pair of hooks. Where a module calls another, ours are there already.
         if outer is not None and outer[0] is self._packs:
             return False
-        # Nothing is saved now, and each hook costs: generation under no_grad calls thousands of modules.
+        # Autograd saves nothing now, and hooks cost time: generation under no_grad calls thousands of modules.
         if outer is None and not torch.is_grad_enabled():
             return False
         # Ours stand in front of others' (``_pack_before``).
@@ -256,8 +256,8 @@ class ModuleHooks:
         if outer is None:
             torch._C._autograd._push_saved_tensors_default_hooks(self._packs, self.unpack)
             return True
-        # In the place of the others': they are popped when whoever has pushed them leaves. Also without gradients: a
-        # function of the user's runs so, and saves what it was given when it is over.
+        # Ours replace the others, and are popped by whoever has pushed those. Without gradients too: a custom autograd
+        # function runs so, and what it saves is saved when it has ended.
         recomputes = in_backward() or name.startswith("_recomputation_hook")
         torch._C._autograd._pop_saved_tensors_default_hooks()
         torch._C._autograd._push_saved_tensors_default_hooks(
@@ -269,9 +269,9 @@ class ModuleHooks:
     def _pack_before(self, pack: Callable[..., Any], recomputes: bool, tensor: torch.Tensor) -> Any:
         """For autograd, in front of hooks that were there before.
 
-        ``recomputes``: they are non-reentrant checkpointing's, which count what a block saves while it is run again and
-        keep it until the block's backward pass. They are given views: a parameter's object shows its values for a
-        while. Others (``save_on_cpu``) go on working for everything that is not a parameter.
+        ``recomputes``: they are non-reentrant checkpointing's, which keep what a block saves while it is run again
+        until the block's backward pass. They are given views, as a parameter's object does not keep its values. Other
+        hooks (``save_on_cpu``) go on working for everything that is not a parameter.
         """
         # A tuple marks what is ours: theirs may return anything, a SavedWeight of an outer engine too.
         packed = tensor if recomputes else self.pack(tensor)
@@ -285,7 +285,7 @@ class ModuleHooks:
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
-        """For autograd: in place of a weight, or of a view of one, where to find it."""
+        """For autograd: a record of where a weight, or a view of one, lies; anything else is kept."""
         if type(tensor) is PartitionedParameter:
             # The object itself: a custom autograd function saves what it was given, and is not intercepted.
             record = tensor._record
@@ -370,7 +370,7 @@ class ModuleHooks:
         module = self._stack[-1][0] if self._stack else None
         where = self._names.get(module, "?") if module is not None else "backward"
         keys = tuple(bucket.key for bucket in buckets)
-        # Outside of all modules nothing is shown, and so every use is noticed, every time.
+        # Inside a module a use may go unnoticed, as the values may be shown; outside of all modules nothing is shown.
         on_demand = bool(self._stack)
         self._stack.append((module, self.push_saved_tensor_hooks()))
         try:

@@ -532,7 +532,7 @@ class Init:
         When the result is a view of the parameter (``init.zeros_(weight[padding_idx])``), it may be written later: then
         the parameter stays whole until the view is gone. When the operation raises, nothing is taken over.
         """
-        # First what earlier writes have left whole, so that at most one operation's parameters are.
+        # First cut what earlier writes have left whole, so that at most one operation's parameters are whole.
         self._partition_again(only_unseen=True)
         params = partitioned_in((args, kwargs))
         # The parameters themselves: ``params`` may be aliases of them.
@@ -541,7 +541,7 @@ class Init:
         whole = GatheredParameters(themselves, modifier_rank=0)
         whole.kinds = SETUP, SETUP_BROADCAST
         whole.gather()
-        # References of our own: more of them are views, through which a later line of the constructor may write.
+        # The references that are ours: any more are views, through which a later line of the constructor may write.
         alone = [references(bucket.gathered) for bucket in whole.buckets]
         try:
             result = _with_views(func, args, kwargs, params)
@@ -694,9 +694,9 @@ class GatheredParameters:
             _all_gather_params(self.buckets, self.kinds[0])
             for bucket in self.buckets:
                 bucket.show()
-                # What was here may have been decoded from quantised messages; the program reads the very values.
+                # Values that were here already may have come quantised; the program reads the very values.
                 bucket.gather_again(self.kinds[0], exact=True)
-        except BaseException as error:  # a disk's: what has come goes again
+        except BaseException as error:  # from a disk, say: what has been gathered is released
             _all_gather_params([b for b in self.buckets if b.status is ZeroParamStatus.INFLIGHT], self.kinds[0])
             self.release(type(error))
             raise
@@ -713,7 +713,7 @@ class GatheredParameters:
                 # A write that was not taken over is refused: without ``modifier_rank``, or to a neighbour in a bucket.
                 for bucket in self.buckets:
                     if bucket.params:  # else its engine was destroyed meanwhile: they have their values for good
-                        guards.check_writes(bucket, every_element=True)  # as nothing hurries
+                        guards.check_writes(bucket, every_element=True)  # there is time for that here
                 complete = True
         finally:
             for bucket in self.buckets:
@@ -728,7 +728,7 @@ class GatheredParameters:
                     if bucket.status is ZeroParamStatus.AVAILABLE:
                         bucket.release(discard=not complete)
                     continue
-                # A module of a pass uses it too, and goes on with the values that it would have had without us.
+                # A pass uses the bucket too, and goes on with the values that it had before this context.
                 if complete:
                     bucket.gather_again(self.kinds[0], exact=False)
                 if bucket in self._hidden:
@@ -741,7 +741,7 @@ class GatheredParameters:
                 values = self._whole.get(param, param.data)  # its engine may have been destroyed meanwhile
                 wrong = guards.take_back(param, values) or wrong
                 process_group.broadcast_tensor(values, source)
-                torch.autograd.graph.increment_version(param)  # the engine looks at it, on all ranks
+                torch.autograd.graph.increment_version(param)  # by this the engine sees the write, on all ranks
                 continue
             bucket, _ = param._record.placed()
             values = bucket.value(param)
@@ -750,7 +750,7 @@ class GatheredParameters:
             bucket.strategy.comm.broadcast(self.kinds[1], values, source)
             bucket.write(param, values.reshape(-1))
             guards.accept_write(param)
-        # Secondary shards that are never stale follow.
+        # Secondary shards that are never stale (MiCS, frozen parameters) get the new values.
         if self.buckets:
             with self.buckets[0].strategy.comm.ledger.aside():
                 send_to_replicas(self.buckets)

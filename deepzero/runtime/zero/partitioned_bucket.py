@@ -88,7 +88,7 @@ class PartitionedBucket:
         self.release_when_unreferenced = False
         # The reason, while the shard has no memory (``offload_states``).
         self.away: str | None = None
-        # The engine's hooks on modules, which know about uses outside of them; None for the buckets of ``zero.Init``.
+        # The engine's hooks on modules, which fetch for uses outside of modules too; None for buckets of ``zero.Init``.
         self.hooks: ModuleHooks | None = None
         # What ``guards.py`` compares with, to find a write: versions of the parameters, and values of a sample.
         self.accepted: tuple[list[int], torch.Tensor | None] = ([], None)
@@ -148,8 +148,8 @@ class PartitionedBucket:
         self.gathered_by = self.strategy.exact if exact else self.strategy
         try:
             self.gathered_by.launch(kind, self)
-        except BaseException:  # a disk's: nothing is under way, and the bucket is as it was
-            self.gathered_by.finish()  # gives back what messages would have come to
+        except BaseException:  # from a disk, say: nothing is under way, and the bucket is as it was
+            self.gathered_by.finish()  # gives back the memory for messages
             self._gathered = buffer = None  # type: ignore[assignment]
             del self.pool.contents[address]
             if not self.shard_is_buffer:
@@ -225,7 +225,7 @@ class PartitionedBucket:
         self._refill(kind, strategy)
 
     def _refill(self, kind: str, strategy: PlainAllGather) -> None:
-        # Into the same buffer, so that views which modules and autograd hold see the other values, too.
+        # Into the same buffer, so that views which modules and autograd hold have the new values, too.
         self.gathered_by = strategy
         strategy.launch(kind, self)
         strategy.finish()

@@ -190,7 +190,7 @@ class PartitionedParameterCoordinator:
             self._trace.reset()
 
     def end_forward(self, broken_off: bool) -> None:
-        """The outermost module is left; after an evaluation nothing is kept. ``broken_off``: its plan stays."""
+        """The outermost module is left. An evaluation releases all; ``broken_off``: its plan stays as it was."""
         if in_backward():
             self._recomputing = 0
         elif self._trace is self.evaluation:
@@ -202,7 +202,7 @@ class PartitionedParameterCoordinator:
                     self._plans_changed()
                 if self.training.position < 0:
                     self.pool.end_step()
-                self._switch(self.training)  # a backward pass that comes next tells nobody that it begins
+                self._switch(self.training)  # now, as the begin of a backward pass goes unnoticed
 
     def _switch(self, trace: ModuleTrace) -> None:
         if trace is not self._trace:
@@ -363,7 +363,7 @@ class PartitionedParameterCoordinator:
 
     @outliving_pass()
     def release_all(self, discard: bool = False) -> None:
-        """Nothing is gathered afterwards; with ``discard`` without a complaint about writes."""
+        """Release every bucket; with ``discard`` without a check for writes."""
         self.current = frozenset()
         self.on_release_all()
         if self.pool.uses:
@@ -419,7 +419,7 @@ class PartitionedParameterCoordinator:
             return bucket.status is ZeroParamStatus.NOT_AVAILABLE
         del self.live[key]
         self.live_numel -= self.bucket_numels[key]
-        # A prefetch that nobody used: until it has arrived the buffer is the all-gather's.
+        # A prefetch that was not used: until it has arrived, the all-gather writes into the buffer.
         if bucket.status is ZeroParamStatus.INFLIGHT:
             bucket.wait()
         if bucket.gather_refs:

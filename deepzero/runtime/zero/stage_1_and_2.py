@@ -20,23 +20,23 @@ gradients. Here sums are in ``grad_accum_dtype``, by default fp32: ``grad_S`` ta
 
 In elements each step sends: reduce-scatter ``Ψ(W-1)/W`` + all-gather ``Ψ(W-1)/W``, which is what stage 0's all-reduce
 sends. With ``reduce_scatter=False`` stage 1 all-reduces the gradients as DeepSpeed's first release did, and uses a W-th
-of what it receives: ``2Ψ + Ψ``, 1.5 times the volume for nothing. A twin, so that a test can count that.
+of what it receives: ``2Ψ + Ψ``, 1.5 times the volume for nothing. It is kept so that a test can count that.
 
 The file follows a training step, by the numbers of ``engine.py``; 1 and 2 are stage 3's. How a bucket of gradients is
 filled and sent is in ``gradient_reduction.py``, which all stages share.
 
 [Note: the peak of building]
-    Building peaks at training's memory or at the given model's, whichever is larger, and one parameter more. 13 billion
-    fp32 parameters on each of 8 devices are 52 GB, and so is stage 2's training of them; flat buffer, masters and all
-    of the model at once would be 84.5. So parameter by parameter rank 0's values arrive, this rank keeps its *fragment*
-    of them, in the dtype that they have, and lets the rest go. When nothing but fragments is left, the masters are
-    allocated, then the flat buffer; each fragment goes into both, and one all-gather for each bucket puts the
-    parameters together again, in the compute dtype.
+    Building peaks at training's memory or at the given model's, whichever is larger, and one parameter more. Example:
+    13 billion fp32 parameters on each of 8 devices take 52 GB, and so does training them in stage 2; the whole model,
+    flat buffer and masters at once would take 84.5. So parameters are taken one by one: rank 0's values arrive, and
+    this rank keeps its *fragment* of them, in their own dtype, and frees the rest. When only fragments are left, the
+    masters are allocated, then the flat buffer. Each fragment is copied into both, and one all-gather for each bucket
+    puts the parameters together again, in the compute dtype.
 
 [Note: why fragments]
-    The optimizer gets one tensor for each fragment: a parameter's elements that this rank owns. One tensor for the
-    whole partition would do for an elementwise optimizer but for the last bit: the vector loop and the scalar tail of
-    torch's kernels round differently, so the position of tails matters. Fragments end where the parameter ends or at
+    The optimizer gets one tensor for each fragment: a parameter's elements that this rank owns. For an elementwise
+    optimizer one tensor for the whole partition would do, except for the last bit: the vector loop and the scalar tail
+    of torch's kernels round differently, so the position of tails matters. Fragments end where the parameter ends or at
     multiples of ``ALIGN`` elements; so an element is in a tail here exactly if it is in a loop over the parameters
     themselves, in every stage, at every W.
 
@@ -200,7 +200,7 @@ class ParamGroup:
             if (number := self._numbers.get(index)) is not None:
                 fragment = self.fragments[number]
                 part = values[fragment.start : fragment.start + fragment.numel]
-                # Host memory is there already, and is none of the device's: such a master is final at once.
+                # A master in host memory is there already, and final at once: it takes no memory of the device.
                 kept = into_master(fragment, part)
                 if fragments_kept is None:
                     self.param_fragment(fragment).copy_(part)
