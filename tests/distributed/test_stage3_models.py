@@ -351,6 +351,29 @@ def test_generation_between_steps(rank, world):
     assert coordinator.training.plan is not None and coordinator.evaluation.plan is not None
 
 
+@on_ranks()
+def test_values_that_come_and_go_leave_the_masters_their_bits(rank, world):
+    """An average's, for an evaluation: masters follow what is there when the next step begins, not each write."""
+
+    def swapped_step(engine, number):
+        params, x = list(engine.module.parameters()), batch(number, rank).bfloat16()
+        step_on(engine, x)
+        losses = []
+        for _ in range(2):
+            with zero.GatheredParameters(params, modifier_rank=0), torch.no_grad():
+                kept = [param.detach().clone() for param in params]
+                for param in params:
+                    param.mul_(0.7)
+            with torch.no_grad():
+                losses.append(float(engine(x)))
+            with zero.GatheredParameters(params, modifier_rank=0), torch.no_grad():
+                for param, values in zip(params, kept, strict=True):
+                    param.copy_(values)
+        return losses, engine.last_step.loss, engine.last_step.grad_norm
+
+    same_in_stages_2_and_3(lambda stage: make("base"), swapped_step, precision="bf16")
+
+
 class Changing(Base):
     order = 0
 

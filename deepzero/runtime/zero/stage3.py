@@ -61,13 +61,7 @@ from deepzero.runtime.zero.partition_parameters import (
 from deepzero.runtime.zero.partition_plan import build_pool, gather_builders, is_real, limit_lookahead
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket, renew_copies
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepzero.runtime.zero.stage_1_and_2 import (
-    HostAllocator,
-    ParamGroup,
-    ZeroStage1And2,
-    take_values,
-    update_master_from_param,
-)
+from deepzero.runtime.zero.stage_1_and_2 import HostAllocator, ParamGroup, ZeroStage1And2, take_values
 
 HostGather = Callable[[Bucket, torch.dtype, Communicator, str], PlainAllGather]
 """As :class:`PlainAllGather`, for a shard in host memory."""
@@ -139,6 +133,7 @@ def place_whole(param: nn.Parameter, comm: Communicator, dtype: torch.dtype) -> 
 # ---- 0 build: one group of partitioned parameters --------------------------------------------------------------------
 
 HOST_PARAMETERS = "host_parameters"
+WRITTEN = -1  # in place of the version of a parameter whose master has not followed yet
 
 
 class PartitionedParamGroup(ParamGroup):
@@ -191,7 +186,8 @@ class PartitionedParamGroup(ParamGroup):
         self.shard_on_device = torch.zeros(numel, dtype=self.dtype, device=self.device)
 
     def _attach_params(self, shapes: Sequence[torch.Size]) -> None:
-        """Nothing: the parameters are placeholders; buckets lie over views of ``shard_S``, and show them."""
+        """The parameters are placeholders; buckets lie over views of ``shard_S``, and show them."""
+        self._versions = [0] * len(self.params)
 
     # ---- the group's tensors -----------------------------------------------------------------------------------------
 
@@ -220,15 +216,12 @@ class PartitionedParamGroup(ParamGroup):
     @contextmanager
     @torch.no_grad()
     def writing(self, param: ZeroParameter | None = None) -> Iterator[None]:
-        """A context for a write to the shard, at whose end the master of ``param`` takes over what was written."""
+        """A context for a write to the shard; the master of ``param`` takes over what was written before a step."""
         if param is not None:
             self.before_write()
+            self._versions[param._record.placed()[1].index] = WRITTEN
         with self.around_write():
             yield
-            mine = self.fragment_and_master(param._record.placed()[1].index) if param is not None else None
-            if mine is not None:
-                fragment, master = mine
-                update_master_from_param(master.view(-1), self.param_fragment(fragment))
 
     def write(self, index: int, values: torch.Tensor) -> None:
         """As in stages 1 and 2."""
@@ -239,11 +232,18 @@ class PartitionedParamGroup(ParamGroup):
         # The master takes over the cast values; then :meth:`write` adds the bits that the cast has lost.
         self.params[index]._record.placed()[0].write(self.params[index], values)
 
-    def sync_masters_from_params(self) -> None:
-        """Before a step: a write to a gathered parameter is refused; permitted ones have been taken over already."""
+    @torch.no_grad()
+    def sync_masters_from_params(self, refuse: bool = True) -> None:
+        """Before a step; not at each write: values that come and go between steps (an average's) take no bits along.
+
+        With ``refuse`` a write to a gathered parameter raises that was not permitted.
+        """
         for bucket in self.buckets:
-            if bucket.status is ZeroParamStatus.AVAILABLE:
+            if refuse and bucket.status is ZeroParamStatus.AVAILABLE:
                 check_writes(bucket, every_element=bucket.gather_refs > 0)  # what the program holds is gathered anew
+        for index in (index for index, version in enumerate(self._versions) if version == WRITTEN):
+            self._versions[index] = 0
+            self._master_follows(index)
 
     def written(self) -> list[str]:
         """None: in stage 3 a write is refused, or taken over, at once."""

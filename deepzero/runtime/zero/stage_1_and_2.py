@@ -96,14 +96,6 @@ def take_values(param: nn.Parameter, comm: Communicator) -> torch.Tensor:
 
 
 @torch.no_grad()
-def update_master_from_param(master: torch.Tensor, values: torch.Tensor) -> None:
-    """Let an fp32 master take over what the program has written into the parameter, in the compute dtype."""
-    values = values.to(master.device)
-    # Where a value is its master's, rounded, nothing was written, and the master keeps the bits that rounding loses.
-    # By torch.where, as an if would make the CPU wait for the GPU, parameter by parameter.
-    master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(torch.float32)))
-
-
 def lies_on(params: Sequence[nn.Parameter], device: torch.device) -> bool:
     """Whether any of them takes memory of the device."""
     return any(param.device == device for param in params)
@@ -303,11 +295,11 @@ class ParamGroup:
         return [name for name, param, version in pairs if param._version != version]
 
     @torch.no_grad()
-    def sync_masters_from_params(self) -> None:
+    def sync_masters_from_params(self, refuse: bool = True) -> None:
         """Take what was written into parameters since the last step (``load_state_dict``, an init) into the masters.
 
         Raises:
-            RuntimeError: a parameter no longer lies in the flat buffer.
+            RuntimeError: with ``refuse``, a parameter no longer lies in the flat buffer.
         """
         # Else the next publication would silently overwrite it from the masters. A write through ``param.data`` leaves
         # no trace in the parameter's version and cannot be seen.
@@ -316,16 +308,23 @@ class ParamGroup:
         for index, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
             # A parameter without elements has no address.
             moved = slot.numel and data_ptr(param) != start + slot.offset * itemsize
-            if moved or param.dtype != self.dtype:
+            if refuse and (moved or param.dtype != self.dtype):
                 raise RuntimeError(
                     f"parameter {self.names[index]!r} has left ZeRO's flat buffer: it is now {param.dtype} on "
                     f"{param.device} (an assignment to param.data). {STAY}; write values with param.copy_"
                 )
             if param._version != self._versions[index]:
                 self._versions[index] = param._version
-                if (mine := self.fragment_and_master(index)) is not None:
-                    fragment, master = mine
-                    update_master_from_param(master.view(-1), param.reshape(-1)[fragment.start :][: fragment.numel])
+                self._master_follows(index)
+
+    def _master_follows(self, index: int) -> None:
+        """Let this rank's part of a master take over what was written into the parameter, in the compute dtype."""
+        if (mine := self.fragment_and_master(index)) is not None:
+            fragment, master = mine[0], mine[1].view(-1)
+            values = self.param_fragment(fragment).to(master.device)
+            # Where a value is its master's, rounded, nothing was written, and the master keeps the bits that rounding
+            # loses. By torch.where, as an if would make the CPU wait for the GPU, parameter by parameter.
+            master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(torch.float32)))
 
     def bump_param_versions(self) -> None:
         """Tell autograd that every parameter has changed: it does not see what is written into the flat buffer."""

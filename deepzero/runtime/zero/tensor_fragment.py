@@ -158,8 +158,8 @@ class ParamFragment:
     def copy_of_master(self) -> torch.Tensor:
         """A copy of this rank's fragment, with what was written into a whole parameter since the last step."""
         self.engine.step.wait_pending_update()
-        if not self.group.placement.partitioned and not self.engine.step.update_pending:
-            self.group.sync_masters_from_params()
+        if not self.engine.step.update_pending:
+            self.group.sync_masters_from_params(refuse=not self.group.placement.partitioned)
         return self.copy_of(self.master)
 
     def has_state(self, key: str, everywhere: bool) -> bool:
