@@ -213,7 +213,7 @@ def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool)
         temporary.replace(final)
         flush_folder(folder)  # before ``latest`` names it, and before what it takes the place of is removed
         if save_latest:
-            write_whole(folder / LATEST, f"{final.name}\n".encode())
+            write_whole(folder / LATEST, final.name.encode())  # no line break, as DeepSpeed's
     except Exception:  # a save that fails leaves everything as it was
         if not temporary.exists():
             final.replace(temporary)
@@ -227,7 +227,7 @@ def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool)
 
 def point_latest(path: Path) -> None:
     """Let ``latest`` name a checkpoint."""
-    write_whole(path.with_name(LATEST), f"{path.name}\n".encode())
+    write_whole(path.with_name(LATEST), path.name.encode())
     flush_folder(path.parent)
 
 

@@ -131,8 +131,11 @@ class StandInFinder(MetaPathFinder, Loader):
         return ModuleSpec(name, self, origin=f"deepzero, {DIFFERENCES}", is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> StandInModule:
-        """An empty one."""
-        return StandInModule(spec.name, "DeepSpeed's module of this name, as far as deepzero has what is in it.")
+        """An empty one; ``deepspeed`` itself has a file, which scripts print to see whose it is."""
+        module = StandInModule(spec.name, "DeepSpeed's module of this name, as far as deepzero has what is in it.")
+        if spec.name == "deepspeed":
+            module.__file__ = str(STAND_IN / "deepspeed.py")
+        return module
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Nothing to do: names come when they are asked for."""

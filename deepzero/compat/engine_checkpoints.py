@@ -157,11 +157,15 @@ def module_state_dict(self: EngineGetters, exclude_frozen_parameters: bool = Fal
 
 
 def load_module_state_dict(self: EngineGetters, state_dict: dict[str, Any], strict: bool = True) -> None:
-    """Load values into the model on every rank; the masters follow before the next step."""
+    """Load values into the model on every rank; the masters follow before the next step.
+
+    ``state_dict`` may be what DeepSpeed 0.19.8 asks for, a dictionary that has the state dict under ``"module"``.
+    """
     self.check("load_module_state_dict")
     self.finish_delayed_update()
     self.before_writes()
-    self.module.load_state_dict(state_dict, strict=strict)
+    inner = state_dict.get("module")
+    self.module.load_state_dict(inner if isinstance(inner, Mapping) else state_dict, strict=strict)
 
 
 def consolidated_16bit_state_dict(

@@ -201,7 +201,7 @@ def convert_to_universal(args: argparse.Namespace) -> None:
     if target.exists():
         raise CheckpointError(f"{target} is there already; remove it, or choose another folder")
     shutil.copytree(source, target)
-    target.with_name(deepspeed_checkpoint.LATEST_UNIVERSAL).write_text(f"{target.name}\n", encoding="utf-8")
+    target.with_name(deepspeed_checkpoint.LATEST_UNIVERSAL).write_text(target.name, encoding="utf-8")
 
 
 def leave_script(folder: Path) -> None:

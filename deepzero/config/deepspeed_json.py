@@ -165,7 +165,8 @@ def _say(text: str) -> None:
 
 def _read(mapping: Mapping[str, Any]) -> EngineConfig:
     zero = _read_zero(mapping)
-    given = _renamed(mapping, "")
+    # Of the keys that nobody knows, which DeepSpeed passes over here, those that can be no misspelt ones are comments.
+    given = _renamed({key: mapping[key] for key in mapping if not str(key).startswith(("_", "//", "#"))}, "")
     for path in keys.DOTTED:
         if (value := given.pop(path, None)) is not None:
             convert(float, value, path)

@@ -17,6 +17,7 @@ assert importlib.metadata.version("deepspeed") == "0.19.8"
 from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
 import deepspeed
 assert deepspeed.__version__ == "0.19.8" and "deepzero" in deepspeed.__spec__.origin
+assert deepspeed.__file__.endswith("stand_in/deepspeed.py")
 """
 
 
@@ -115,7 +116,7 @@ for program, error, words in [
         assert words in str(raised), raised
     else:
         raise AssertionError(program)
-assert not isinstance(1, deepspeed.pipe.PipelineModule) and not hasattr(deepspeed, "__file__")
+assert not isinstance(1, deepspeed.pipe.PipelineModule) and not hasattr(deepspeed.zero, "__file__")
 """
 
 

@@ -88,6 +88,7 @@ def zero(**block):
     ({"zero_optimization": False}, {}),
     ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
     ({"steps_per_print": math.inf}, {}),
+    ({"_comment": "a note", "//": "and one", "#": ["more"]}, {}),
     ({"communication_data_type": "FP32"}, {"communication_data_type": "fp32"}),
     ({"data_types": {"grad_accum_dtype": "torch.bfloat16"}}, {"data_types": {"grad_accum_dtype": "bf16"}}),
     ({"optimizer": {"type": "Adam", "legacy_fusion": False}}, {"optimizer": {"type": "Adam"}}),

@@ -303,7 +303,7 @@ def test_weights_in_fp32_as_deepspeed_gives_them(ranks, theirs, tmp_path, monkey
         zero_to_fp32.convert_zero_checkpoint_to_state_dict(tmp_path / "ours", tmp_path / "ours" / "latest")
     given = Namespace(input_folder=str(tmp_path / "ours" / "ours"), output_folder=str(tmp_path / "ours" / "universal"))
     zero_to_fp32.convert_to_universal(given)
-    assert (tmp_path / "ours" / "latest_universal").read_text() == "universal\n"
+    assert (tmp_path / "ours" / "latest_universal").read_text() == "universal"
     again = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ours", "universal")
     assert again["gate"].equal(ours["gate"])
     with pytest.raises(CheckpointError, match="universal is there already"):

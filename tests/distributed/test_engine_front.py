@@ -128,7 +128,7 @@ def test_loading_weights_reaches_the_masters(rank, world, stage, precision):
     masters = [master.detach().clone() for group in engine.zero.groups for master in group.masters]
     engine.optimizer.param_groups[0]["lr"] = 0.0
     # Writing what is there already leaves the masters' lower bits; a new value is taken over and survives the step.
-    engine.load_module_state_dict(same)
+    engine.load_module_state_dict({"module": same})
     one_step(engine, rank, world, step=1)
     kept = [master for group in engine.zero.groups for master in group.masters]
     assert all(torch.equal(a, b) for a, b in zip(masters, kept, strict=True))

@@ -72,7 +72,7 @@ def test_the_newest_checkpoint_is_damaged(used, tiny, tmp_path):
         assert done.err.endswith(f": the same command with train.resume={way_out} goes on from there\n")
     done = runs.train(*words, "train.steps=3", "launch.nproc=1", f"train.resume={way_out}", cwd=tmp_path)
     assert (done.status, done.err) == (0, "") and "going on after step 2" in done.out
-    assert (folder / "latest").read_text() == "step_00000003\n", "where a restart goes on"
+    assert (folder / "latest").read_text() == "step_00000003", "where a restart goes on"
 
 
 @pytest.mark.exhaustive

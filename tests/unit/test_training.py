@@ -148,7 +148,7 @@ def test_a_run_goes_back_where_latest_cannot_be_read(tmp_path, monkeypatch, caps
     (tmp_path / "metrics.jsonl").touch()
     assert run_folder.load_start(run, tmp_path, engine, sampler, command) == 4
     assert (tmp_path / "metrics.jsonl").exists() and not capsys.readouterr().out
-    assert (own / "latest").read_text() == f"{tag_of(4)}\n"
+    assert (own / "latest").read_text() == tag_of(4)
 
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "metrics.jsonl").touch()
