@@ -25,7 +25,7 @@ from deepzero.utils.closed_pipe import exit_with
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
-    "deepzero/config": (1_682, 1150),
+    "deepzero/config": (1_684, 1150),
     "deepzero/comm": (4_375, 2720),
     "deepzero/runtime": (4_819, 3050),
     "deepzero/runtime/zero": (5_812, 4550),
@@ -38,13 +38,13 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/profiling": (1173, 800),
     "deepzero/models": (542, 540),
     "deepzero/data": (515, 400),
-    "deepzero/training": (1000, 380),
+    "deepzero/training": (1_002, 380),
     "deepzero/compat": (3_371, 1200),
-    "deepzero": (38_574, 23_500),
+    "deepzero": (38_578, 23_500),
     "tools": (5863, 2700),
     "tools/book": (1084, 1000),
     "examples": (764, 700),
-    "tests": (32_030, 17_000),
+    "tests": (32_041, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -27,6 +27,8 @@ def check_words(words: Sequence[str], configs: Path) -> None:
         choices = groups.get(key, [])
         if prefix == "~" and choices and "none" not in choices and key != "experiment":
             raise ConfigError(f"{word}: every run has a choice of {key}: write {key}=CHOICE, of {', '.join(choices)}")
+        if not re.search(r"\w", word) and "=" not in word and not word.startswith("-"):  # "$EXTRA" that is empty
+            raise ConfigError(f"{word!r} is no setting; write KEY=VALUE, or leave it out")
         if word.startswith("-") or "=" not in word:
             continue
         if not key:

@@ -106,7 +106,9 @@ def find_start(resume: str | None, run_dir: Path, restarted: bool = False) -> Pa
         return None if resume in (None, "auto") else checkpoint_dir.find(resume, None)
     except CheckpointError as error:
         beside = complete_beside(own if complete_tags(own) else resume or own, tag)
-        raise ConfigError(f"train.resume={resume or 'null'}: {without_calls(str(error))}{way_out(beside)}") from None
+        own_folder = tag is not None or resume in (None, "auto")
+        other = way_out(beside) or ("; no other is complete: choose another hydra.run.dir" if own_folder else "")
+        raise ConfigError(f"train.resume={resume or 'null'}: {without_calls(str(error))}{other}") from None
 
 
 def without_calls(text: str) -> str:

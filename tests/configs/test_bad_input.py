@@ -50,6 +50,8 @@ REFUSED = [
     (["zero.stage=1", "++zero.stage=1"], ["zero.stage is given twice"]),
     (["experiment=smoke", "experiment=volumes"], ["experiment is given twice"]),
     (["=3"], ["=3: no key is named; write KEY=3"]),
+    ([""], ["'' is no setting; write KEY=VALUE, or leave it out"]),
+    ([" "], ["' ' is no setting"]),
     (["train_batch_size=-4"], ["train_batch_size=-4", "at least 1"]),
     (["train_batch_size=1e30"], ["train_batch_size=1e+30", "too large"]),
     (["train_batch_size=1e12"], ["train_batch_size=1000000000000", "at most"]),

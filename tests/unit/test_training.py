@@ -114,6 +114,15 @@ def test_a_kill_before_latest_was_written_for_the_first_time(tmp_path):
     assert find_start("auto", tmp_path / "elsewhere") is None
 
 
+def test_the_only_checkpoint_is_not_complete(tmp_path):
+    own = saved(tmp_path / "checkpoints", 4, latest=4)
+    (own / tag_of(4) / "COMMIT").unlink()
+    with pytest.raises(ConfigError, match=r"files are lost; no other is complete: choose another hydra\.run\.dir$"):
+        find_start("auto", tmp_path)
+    with pytest.raises(ConfigError, match=r"files are lost$"):
+        find_start(str(own), tmp_path / "another run")
+
+
 def test_a_run_goes_back_to_a_checkpoint_of_its_own(tmp_path, monkeypatch):
     """Where the newest is damaged, say. Another run's only counts until this one has saved, and so does a restart's."""
     monkeypatch.chdir(tmp_path)
