@@ -37,16 +37,23 @@ def whole_state_dict(model: nn.Module, with_frozen: bool = True, on_cpu_of_rank_
 
     Without ``with_frozen`` parameters that are not trained are left out; ``on_cpu_of_rank_0`` gives others nothing.
     """
-    state, copies, mine = model.state_dict(), dict[nn.Parameter, torch.Tensor](), process_group.rank() == 0
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if name in state and not with_frozen and not param.requires_grad:
+    # With the parameters themselves: hooks of the model may have given them other names (checkpoint_wrapper's do).
+    state, copies, mine = (
+        model.state_dict(keep_vars=True),
+        dict[nn.Parameter, torch.Tensor](),
+        process_group.rank() == 0,
+    )
+    for name, value in list(state.items()):
+        if isinstance(value, nn.Parameter) and not with_frozen and not value.requires_grad:
             del state[name]
-        elif name in state:
-            if param not in copies:  # else tied: one tensor under all its names
-                with GatheredParameters(param):
-                    device = param.device if not on_cpu_of_rank_0 else "cpu" if mine else "meta"
-                    copies[param] = param.detach().to(device, copy=True)
-            state[name] = copies[param]
+        elif isinstance(value, nn.Parameter):
+            if value not in copies:  # else tied: one tensor under all its names
+                with GatheredParameters(value):
+                    device = value.device if not on_cpu_of_rank_0 else "cpu" if mine else "meta"
+                    copies[value] = value.detach().to(device, copy=True)
+            state[name] = copies[value]
+        elif torch.is_tensor(value):
+            state[name] = value.detach()
     if on_cpu_of_rank_0:
         return {name: value.cpu() if torch.is_tensor(value) else value for name, value in state.items() if mine}
     return state

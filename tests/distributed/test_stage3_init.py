@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import deepzero
 from deepzero.comm import process_group
@@ -390,3 +391,7 @@ def test_loading_saving_and_destroying(rank, world):
         assert not any(m._forward_pre_hooks for m in engine.module.modules())
         assert start(engine.module, stage=3, bucket=200, zero=WHOLE, precision="bf16").params_sha256() == hashes[-1]
     assert hashes[0] == hashes[1]
+    model = make_model(9)
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])  # its hooks give entries of a state_dict other names
+    state = start(model, stage=3, bucket=1500, zero=WHOLE).module_state_dict()
+    assert list(state) == list(source) and all(torch.equal(state[name], source[name]) for name in source)
