@@ -15,7 +15,7 @@ from deepzero.comm import process_group
 from deepzero.comm.ledger import UNPREDICTED, Ledger, Traffic
 from deepzero.device import accelerator_of
 from deepzero.runtime.zero.optimizer_shard import OptimizerShard
-from deepzero.runtime.zero.partition_parameters import GatheredParameters
+from deepzero.runtime.zero.partition_parameters import GatheredParameters, ZeroParameter
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 from deepzero.utils.storage import storage_ptr_of
 
@@ -37,23 +37,23 @@ def whole_state_dict(model: nn.Module, with_frozen: bool = True, on_cpu_of_rank_
 
     Without ``with_frozen`` parameters that are not trained are left out; ``on_cpu_of_rank_0`` gives others nothing.
     """
-    # With the parameters themselves: hooks of the model may have given them other names (checkpoint_wrapper's do).
-    state, copies, mine = (
-        model.state_dict(keep_vars=True),
-        dict[nn.Parameter, torch.Tensor](),
-        process_group.rank() == 0,
-    )
+    state, copies, mine = model.state_dict(), dict[nn.Parameter, torch.Tensor](), process_group.rank() == 0
+    named = dict(model.named_parameters(remove_duplicate=False))
+    partitioned = {param._record: param for param in named.values() if isinstance(param, ZeroParameter)}
     for name, value in list(state.items()):
-        if isinstance(value, nn.Parameter) and not with_frozen and not value.requires_grad:
+        # Hooks of the model may have given an entry another name than its parameter's (checkpoint_wrapper's do).
+        record = getattr(value, "_record", None)
+        param = partitioned[record] if record in partitioned else named.get(name)
+        if param is None:
+            continue
+        if not with_frozen and not param.requires_grad:
             del state[name]
-        elif isinstance(value, nn.Parameter):
-            if value not in copies:  # else tied: one tensor under all its names
-                with GatheredParameters(value):
-                    device = value.device if not on_cpu_of_rank_0 else "cpu" if mine else "meta"
-                    copies[value] = value.detach().to(device, copy=True)
-            state[name] = copies[value]
-        elif torch.is_tensor(value):
-            state[name] = value.detach()
+            continue
+        if param not in copies:  # else tied: one tensor under all its names
+            with GatheredParameters(param):
+                device = param.device if not on_cpu_of_rank_0 else "cpu" if mine else "meta"
+                copies[param] = param.detach().to(device, copy=True)
+        state[name] = copies[param]
     if on_cpu_of_rank_0:
         return {name: value.cpu() if torch.is_tensor(value) else value for name, value in state.items() if mine}
     return state

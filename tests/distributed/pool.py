@@ -313,7 +313,7 @@ def _rank_main(pipe, rank, world_size, meeting, process_group, filters, stack_fi
     # gloo's thread tries a lock that another thread of the rank holds while it sends. Whoever is woken by the message
     # and takes the sender's core leaves gloo's to try again for milliseconds: on few cores a third of all processor
     # time. Batch processes, which Linux alone has, take no core from others when they wake.
-    if hasattr(os, "sched_setscheduler"):
+    if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the whole terminal; the parent decides
     stacks = open(stack_file, "w")  # noqa: SIM115 (faulthandler keeps it as long as the process lives)

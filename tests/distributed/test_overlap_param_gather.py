@@ -110,6 +110,13 @@ def broadcast(param):
     return param.detach().clone()
 
 
+def handed_on(engine):
+    """A collective begins, which takes the parameter's memory without asking its class."""
+    weight = engine.module.norm.weight
+    torch.distributed.P2POp(torch.distributed.isend, weight, 0)
+    return [type(weight) is nn.Parameter]
+
+
 READERS = {
     "state_dict": lambda e: e.module.state_dict(),
     "sum": lambda e: [param.sum() for param in e.module.parameters()],
@@ -138,6 +145,7 @@ READERS = {
     "offload_states": lambda e: (e.offload_states(), e.reload_states(), e.module.state_dict())[2],
     "bit16_groups_flat": lambda e: [flat.clone() for flat in e.optimizer.bit16_groups_flat],
     "broadcast": lambda e: broadcast(e.module.norm.weight),
+    "handed to torch": handed_on,
     "write": written,
 }
 
@@ -278,6 +286,7 @@ BETWEEN = {
     "infer": lambda e: torch.inference_mode()(lambda: e(*data()).clone())(),
     "read": gathered,
     "write": lambda e: gathered(e, modify=True),
+    "write, and read the master": lambda e: (gathered(e, modify=True), READERS["master"](e)),
     "set": given,
     "state": lambda e: e.module_state_dict(),
     "hash": lambda e: e.params_sha256(),
@@ -289,7 +298,8 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize(
-    ("precision", "place"), sampled([("bf16", "device")], ("bf16", "fp32"), ("device", "host"), slow=[("bf16", "host")])
+    ("precision", "place"),
+    sampled([("bf16", "device"), ("fp32", "device")], ("bf16", "fp32"), ("device", "host"), slow=[("bf16", "host")]),
 )
 @on_ranks()
 def test_what_is_fetched_under_the_step_holds_what_the_program_leaves(rank, world, precision, place):

@@ -95,7 +95,6 @@ def take_values(param: nn.Parameter, comm: Communicator) -> torch.Tensor:
     return values
 
 
-@torch.no_grad()
 def lies_on(params: Sequence[nn.Parameter], device: torch.device) -> bool:
     """Whether any of them takes memory of the device."""
     return any(param.device == device for param in params)
@@ -319,7 +318,9 @@ class ParamGroup:
 
     def _master_follows(self, index: int) -> None:
         """Let this rank's part of a master take over what was written into the parameter, in the compute dtype."""
-        if (mine := self.fragment_and_master(index)) is not None:
+        mine = self.fragment_and_master(index)
+        # Parameters that are their own masters have nothing to follow.
+        if mine is not None and self.separate_masters(mine[0].shard_start, mine[0].numel) is not None:
             fragment, master = mine[0], mine[1].view(-1)
             values = self.param_fragment(fragment).to(master.device)
             # Where a value is its master's, rounded, nothing was written, and the master keeps the bits that rounding
