@@ -362,6 +362,15 @@ def test_use_and_writes_without_gathering_are_refused(rank, world):
         lambda: torch.add(torch.ones(37, 24), 1, out=weight.data),
     ):  # fmt: skip
         with pytest.raises(PartitionedUseError, match="cannot be written"):
+    assert torch.equal(torch.full_like(input=weight, fill_value=2.0), torch.full((37, 24), 2.0))
+    assert torch.equal(weight.new_full((3,), 2.0), torch.full((3,), 2.0)) and torch.randint_like(weight, 3).max() < 3
+    with Init():  # a value to fill with is read
+        value = nn.ParameterList([nn.Parameter(torch.tensor(2.0), requires_grad=False)])[0]
+        assert torch.equal(torch.full_like(value, value), torch.tensor(2.0))
+    for fill in (lambda: torch.full_like(weight, value), lambda: weight.new_full((3,), fill_value=value)):
+        with pytest.raises(PartitionedUseError, match=r"'ParameterList.0' .* cannot be used"):
+            fill()
+    assert weight.new_empty_strided((2,), (3,)).stride() == (3,) and torch.optim.Adagrad(engine.module.parameters())
             write()
     with pytest.raises(PartitionedUseError, match="would be lost"), GatheredParameters(weight):
         weight.data[:] = 1.0

@@ -141,7 +141,7 @@ _WRITABLE = ("grad", "_grad", "requires_grad", "_backward_hooks", "_post_accumul
 _METHODS = """
 size dim numel nelement ndimension is_floating_point is_complex is_signed is_conj is_neg register_hook requires_grad_
 register_post_accumulate_grad_hook element_size get_device is_contiguous __len__ __hash__ is_inference is_same_size
-is_pinned is_shared retain_grad new_empty new_zeros new_ones
+is_pinned is_shared retain_grad new_empty new_empty_strided new_zeros new_ones
 """.split()  # noqa: SIM905
 _FUNCTIONS = """
 is_floating_point is_complex is_signed is_conj is_neg numel is_same_size is_inference
@@ -160,6 +160,9 @@ def _metadata_functions() -> frozenset[Any]:
 
 METADATA = _metadata_functions()
 """Functions and property accessors that need no values; they see the logical shape."""
+
+FILLS = frozenset({torch.full_like, torch.Tensor.new_full, torch.randint_like})
+"""They need no values of their first argument, or of ``input``; those of the others they write into what they make."""
 
 READS_WITHOUT_VALUES = frozenset({torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__})  # type: ignore[attr-defined]
 """They return an alias, which is as partitioned as the parameter."""

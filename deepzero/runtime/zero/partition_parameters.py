@@ -171,7 +171,7 @@ class PartitionedParameter(ZeroParameter):
         """Answer questions about metadata; gather for a use of the values, or raise."""
         kwargs = kwargs or {}
         # What is not listed counts as a use of the values: also functions that torch will add.
-        if func in guards.METADATA:
+        if func in guards.METADATA or (func in guards.FILLS and not partitioned_in((args[1:], dict(kwargs, input=0)))):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in guards.READS_WITHOUT_VALUES and isinstance(args[0], PartitionedParameter):
