@@ -188,6 +188,8 @@ def test_an_operation_that_raises_leaves_nothing_gathered(rank, world):
         layers[0].weight.data.fill_(3.0)
     assert all((value == 3.0).all() for name, value in values_of(layers[0]).items() if name == "weight")
 
+        with pytest.raises(ValueError, match=r"was given \(6, 4\).* give the module a new nn.Parameter"):
+            nn.Linear(6, 4).weight.t_()
     with Init():
         layer = nn.Linear(6, 4)
         held = layer.weight[1:3]

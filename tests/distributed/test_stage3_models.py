@@ -202,8 +202,8 @@ def test_compiled_around_the_hooks(rank, world):
     assert compiled or torch.__version__ < (2, 12)  # which leaves a forward method with such hooks to Python
 
 
-def scaled(x, weights: list[torch.Tensor]):
-    return x * weights[0].sum() + (weights[1] > 0).sum()
+def scaled_(by, x, weights: list[torch.Tensor]):
+    return x * by.sum() + (weights[0] > 0).sum()  # it writes to nothing, in spite of its name
 
 
 class TracedWithoutMemory(OutsideItsModule):
@@ -211,12 +211,12 @@ class TracedWithoutMemory(OutsideItsModule):
 
     def __init__(self):
         super().__init__()
-        self.scaled = scripted(scaled)
+        self.scaled = scripted(scaled_)
 
     def forward(self, x):
         bias = self.norm.bias
         x = torch.cond(x.sum() > 0, lambda x: (x + bias).sin(), lambda x: x.exp() * bias, (self.norm(x),))
-        return super().forward(self.scaled(x, [self.table.values, self.second.weight]))
+        return super().forward(self.scaled(self.table.values, x, [self.second.weight]))
 
 
 @on_ranks()

@@ -184,7 +184,8 @@ def _told(original: Callable[..., Any], find: Callable[[Any], Sequence[Partition
         if not (hidden := find((args, kwargs))):
             return original(compiled, *args, **kwargs)
         run = functools.partial(original, compiled)
-        run.__name__ = compiled.name  # type: ignore[attr-defined]  # for messages
+        # For messages; with its parentheses ``add_`` is not taken for torch's, which writes to its first argument.
+        run.__name__ = f"{compiled.name}()"  # type: ignore[attr-defined]
         return hidden[0].__torch_function__(run, (), args, kwargs)
 
     return call
@@ -220,7 +221,8 @@ def take_back(param: torch.Tensor, values: torch.Tensor) -> str:
     given, param.data = param.data, values
     if given.shape != values.shape:
         name = repr(param._record.name) if hasattr(param, "_record") else "a parameter"
-        return f"{name} of shape {tuple(values.shape)} was given {tuple(given.shape)}"
+        wrong = f"{name} of shape {tuple(values.shape)} was given {tuple(given.shape)}: a write keeps the shape"
+        return f"{wrong}; for another one give the module a new nn.Parameter, before deepzero.initialize"
     if given.numel() and given.data_ptr() != values.data_ptr():
         values.copy_(given)
     elif given.stride() != values.stride():  # transposed where it lies
