@@ -61,6 +61,9 @@ class Copies(TinyModel):
         super().__init__()
         self.norm.bias.requires_grad_(False)
         self.more = copy.deepcopy(nn.ModuleList([self.blocks, self.norm, self.head, self.embed]))
+        row = self.head.weight.data[0]  # while it is there, the weight is whole
+        self.again = copy.deepcopy(self.head)
+        row.zero_()
         self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True), 2)
         self.square = nn.utils.parametrize.register_parametrization(nn.Linear(8, 8), "weight", Upper())
         self.turned = nn.Linear(8, 8)
@@ -157,6 +160,8 @@ def test_an_exception_leaves_torch_as_it_was(rank, world):
 
         inner = Inner()
         assert inner.weight.ds_numel == 4 and inner.weight.dtype == torch.bfloat16
+        with Init(dtype=torch.float32):  # a copy keeps its dtype, whatever the outer context's is
+            assert copy.deepcopy(nn.Linear(2, 2)).weight.dtype == torch.float32
         _ = 1 / 0
     assert nn.Linear.__init__ is linear and nn.Module.__dict__.get("__init_subclass__") is module
     assert torch.get_default_dtype() is default
@@ -183,13 +188,13 @@ def test_an_operation_that_raises_leaves_nothing_gathered(rank, world):
         before = layers[0].weight.detach().clone()
         with pytest.raises(RuntimeError, match="must match the size") as caught:
             layers[0].weight.data.copy_(torch.ones(5))
+        with pytest.raises(ValueError, match=r"was given \(6, 4\).* give the module a new nn.Parameter"):
+            nn.Linear(6, 4).weight.t_()
         assert not first._open and not whole() and caught.tb is not None
         assert torch.equal(layers[0].weight, before)
         layers[0].weight.data.fill_(3.0)
     assert all((value == 3.0).all() for name, value in values_of(layers[0]).items() if name == "weight")
 
-        with pytest.raises(ValueError, match=r"was given \(6, 4\).* give the module a new nn.Parameter"):
-            nn.Linear(6, 4).weight.t_()
     with Init():
         layer = nn.Linear(6, 4)
         held = layer.weight[1:3]
@@ -224,15 +229,17 @@ def test_a_model_of_init_in_other_stages(rank, world, stage):
     """It keeps parameters whole: they are gathered, and rank 0 says so."""
     hashes = []
     with log_lines() as lines:
-        for how in ("init", "plain"):
+        for how in ("init", "plain", "copied"):
             torch.manual_seed(5)
-            with Init(enabled=how == "init"):
+            with Init(enabled=how != "plain"):
                 model = PostInit()
+            with GatheredParameters(model.parameters()):
+                model = copy.deepcopy(model) if how == "copied" else model
             engine = start(model, stage=stage, precision="bf16", bucket=1500)
             assert all(type(param) is nn.Parameter for param in model.parameters())
             one_step(engine, rank, world)
             hashes.append(engine.params_sha256())
-    assert hashes[0] == hashes[1]
+    assert hashes == [hashes[0]] * 3
     whole = start(make_model(), stage=3, zero=WHOLE)
     with pytest.raises(deepzero.ConfigError, match=r"'0\.embed\.weight' belongs to another engine"):
         start(nn.Sequential(whole.module), stage=stage)
@@ -285,6 +292,11 @@ def test_parameters_that_stay_whole(rank, world):
             assert is_gathered(cut) == (cut.ds_status is ZeroParamStatus.AVAILABLE) == bool(some and cut is some[0])
     with pytest.raises(TypeError, match="got a str"):
         GatheredParameters([cut, "bias"])
+    with GatheredParameters(cut):
+        for param in (cut, kept, frozen):
+            copied = copy.deepcopy(param)
+            assert type(copied) is nn.Parameter and torch.equal(copied, param)
+            assert copied.requires_grad is param.requires_grad and copied.data_ptr() != param.data_ptr()
     state = engine.module_state_dict()
     assert state["head.weight"] is state["embed.weight"] and state["norm.bias"].shape == (24,)
     one_step(engine, rank, world)
@@ -350,6 +362,15 @@ def test_use_and_writes_without_gathering_are_refused(rank, world):
     assert engine.module.state_dict()["blocks.0.1.weight"].shape == (37, 24)
     assert type(torch.zeros_like(weight)) is type(weight.new_ones(3)) is torch.Tensor
     assert torch.equal(torch.ones_like(weight), torch.ones(37, 24)) and torch.ones_like(weight).is_contiguous()
+    assert torch.equal(torch.full_like(input=weight, fill_value=2.0), torch.full((37, 24), 2.0))
+    assert torch.equal(weight.new_full((3,), 2.0), torch.full((3,), 2.0)) and torch.randint_like(weight, 3).max() < 3
+    with Init():  # a value to fill with is read
+        value = nn.ParameterList([nn.Parameter(torch.tensor(2.0), requires_grad=False)])[0]
+        assert torch.equal(torch.full_like(value, value), torch.tensor(2.0))
+    for fill in (lambda: torch.full_like(weight, value), lambda: weight.new_full((3,), fill_value=value)):
+        with pytest.raises(PartitionedUseError, match=r"'ParameterList.0' .* cannot be used"):
+            fill()
+    assert weight.new_empty_strided((2,), (3,)).stride() == (3,) and torch.optim.Adagrad(engine.module.parameters())
     assert weight.ds_numel == 888 and weight.ds_shape == (37, 24) and isinstance(weight.ds_id, int)
     for use in (
         lambda: weight.sum(), lambda: weight @ torch.ones(24), lambda: nn.functional.linear(torch.ones(24), weight),
@@ -364,15 +385,6 @@ def test_use_and_writes_without_gathering_are_refused(rank, world):
         lambda: torch.add(torch.ones(37, 24), 1, out=weight.data),
     ):  # fmt: skip
         with pytest.raises(PartitionedUseError, match="cannot be written"):
-    assert torch.equal(torch.full_like(input=weight, fill_value=2.0), torch.full((37, 24), 2.0))
-    assert torch.equal(weight.new_full((3,), 2.0), torch.full((3,), 2.0)) and torch.randint_like(weight, 3).max() < 3
-    with Init():  # a value to fill with is read
-        value = nn.ParameterList([nn.Parameter(torch.tensor(2.0), requires_grad=False)])[0]
-        assert torch.equal(torch.full_like(value, value), torch.tensor(2.0))
-    for fill in (lambda: torch.full_like(weight, value), lambda: weight.new_full((3,), fill_value=value)):
-        with pytest.raises(PartitionedUseError, match=r"'ParameterList.0' .* cannot be used"):
-            fill()
-    assert weight.new_empty_strided((2,), (3,)).stride() == (3,) and torch.optim.Adagrad(engine.module.parameters())
             write()
     with pytest.raises(PartitionedUseError, match="would be lost"), GatheredParameters(weight):
         weight.data[:] = 1.0

@@ -143,6 +143,13 @@ class ZeroParameter(nn.Parameter):
         self.show(placeholder)
         self.__class__ = PartitionedParameter
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        if Init.entered and self._record.placed()[0].key == INIT_KEY:  # a constructor that repeats a layer
+            return memo.setdefault(id(self), Init.entered[0]._copy(self))
+        if isinstance(self, PartitionedParameter):  # a copy would be a placeholder that belongs to no bucket
+            raise guards.use_error(self._record, "copied")
+        return memo.setdefault(id(self), nn.Parameter(self.data.clone(), self.requires_grad))
+
 
 class PersistentParameter(nn.Parameter):
     """A parameter of stage 3 that stays whole on every rank: always AVAILABLE."""
@@ -161,6 +168,9 @@ class PersistentParameter(nn.Parameter):
             return self.detach().reshape(-1)
         mine = group.fragment_and_master(slot.index)
         return group.param_fragment(mine[0]) if mine is not None else group.flat_P[:0]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return memo.setdefault(id(self), nn.Parameter(self.data.clone(), self.requires_grad))
 
 
 class PartitionedParameter(ZeroParameter):
@@ -213,12 +223,6 @@ class PartitionedParameter(ZeroParameter):
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """A write like others, though torch tells no subclass of this one."""
         return self.__torch_function__(Tensor.set_, (), (self, *args), kwargs)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        if Init.entered and self._record.placed()[0].key == INIT_KEY:  # a constructor that repeats a layer
-            return memo.setdefault(id(self), Init.entered[0]._copy(self))
-        # A copy would be a placeholder that belongs to no bucket.
-        raise guards.use_error(self._record, "copied")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise guards.use_error(self._record, "pickled or saved")
@@ -408,18 +412,15 @@ class Init:
         self.enabled, self.dtype = enabled, dtype
         if not enabled:
             return
-        problem = ""
         if remote_device not in (None, "none", "cpu"):
-            problem = f': remote_device={remote_device!r} is not implemented; "cpu" and None are'
-        elif dtype is not None and not dtype.is_floating_point:
-            problem = f": dtype={dtype} is not a floating-point dtype"
-        elif config is not None and (stage := load_zero_config(config).stage) != 3:
-            problem = (
-                f" partitions parameters, which is stage 3, and the config says zero_optimization.stage={stage}; set "
-                "it to 3, or pass enabled=False"
+            raise ConfigError(f'zero.Init: remote_device={remote_device!r} is not implemented; "cpu" and None are')
+        if dtype is not None and not dtype.is_floating_point:
+            raise ConfigError(f"zero.Init: dtype={dtype} is not a floating-point dtype")
+        if config is not None and (stage := load_zero_config(config).stage) != 3:
+            raise ConfigError(
+                "zero.Init partitions parameters, which is stage 3, and the config says zero_optimization.stage="
+                f"{stage}; set it to 3, or pass enabled=False"
             )
-        if problem:
-            raise ConfigError(f"zero.Init{problem}")
         self.comm = self.communicator or process_communicator(load_block(config or {}, "comm"))
         self._shard_device = torch.device("cpu") if remote_device == "cpu" else self.comm.device
         self._pin = pin_memory and remote_device == "cpu" and accelerator_of(self.comm.device).has_streams
@@ -500,14 +501,14 @@ class Init:
         """Cut a module's own parameters, not those of modules inside it."""
         for name, param in module._parameters.items():
             if param is not None and _can_be_partitioned(param):
-                self._partition_param(param, f"{type(module).__name__}.{name}")
+                self._partition_param(param, f"{type(module).__name__}.{name}", self.dtype or param.dtype)
 
     @torch.no_grad()
-    def _partition_param(self, param: nn.Parameter, name: str) -> None:
-        """Cut one parameter for ``Init``; the engine's own cut is ``stage_1_and_2.py:ParamGroup``."""
+    def _partition_param(self, param: nn.Parameter, name: str, dtype: torch.dtype) -> ZeroParameter:
+        """Cut one parameter for ``Init``, in ``dtype``; the engine's own cut is ``stage_1_and_2.py:ParamGroup``."""
         comm, zero_param = self.comm, as_zero_parameter(param, name)
         # Rank 0's values count: constructors may draw random numbers that are not seeded alike.
-        values = param.data.to(comm.device, self.dtype or param.dtype).contiguous().reshape(-1)
+        values = param.data.to(comm.device, dtype).contiguous().reshape(-1)
         comm.broadcast(SETUP_BROADCAST, values)
         in_layout = plan_layout([values.numel()], comm.world_size, values.numel()).buckets[0]
         pool = self._pools.setdefault(values.dtype, BufferPool(values.dtype, comm.device))
@@ -522,6 +523,7 @@ class Init:
         if self._freed_bytes >= TRIM_BYTES:
             self._freed_bytes = 0
             return_freed_memory()
+        return zero_param
 
     # ---- writes inside the context -----------------------------------------------------------------------------------
 
@@ -553,14 +555,12 @@ class Init:
         self._partition_again(only_unseen=True)
         return result
 
-    def _copy(self, param: PartitionedParameter) -> Tensor:
+    def _copy(self, param: ZeroParameter) -> Tensor:
         """What ``copy.deepcopy`` makes of a parameter: one that is cut as well; of its ``.data`` a plain tensor."""
         values = self._write_through(torch.clone, (param,), {})
         if all(param is not one for one in param._record.placed()[0].params):
             return values
-        copied = nn.Parameter(values, param.requires_grad)
-        self._partition_param(copied, param._record.name)
-        return copied
+        return self._partition_param(nn.Parameter(values, param.requires_grad), param._record.name, values.dtype)
 
     def _partition_again(self, only_unseen: bool) -> None:
         """Partition what a write made whole; with ``only_unseen``, where no view of it is held any more."""
