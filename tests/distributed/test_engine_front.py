@@ -233,6 +233,36 @@ def test_model_moved(rank, world):
     one_step(start(model, stage=1), rank, world)
 
 
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [(0, {}), (1, {"overlap_param_gather": True}), (2, {}), (3, {})],  # 3: persistent parameters
+)
+@on_ranks()
+def test_parameter_turned_where_it_lies(rank, world, stage, zero):
+    """Its elements have the address that they had, and another order, or fewer of them are shown."""
+    engine = start(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), stage=stage, zero=zero)
+    weight = engine.module[1].weight
+    step_from(engine, engine(torch.ones(2, 4)).sum())
+    before = engine.params_sha256()
+    for write, said in {
+        lambda: weight.detach().t(): r"shape \(4, 4\) and strides \(1, 4\), not \(4, 4\) row by row",
+        lambda: weight.detach()[:2]: r"shape \(2, 4\) and strides \(4, 1\), not \(4, 4\) row by row",
+    }.items():
+        kept, weight.data = weight.data, write()
+        with pytest.raises(RuntimeError, match=f"'1.weight' lies in ZeRO's flat buffer as it must not.*{said}"):
+            engine.zero.groups[0].sync_masters_from_params()
+        weight.data = kept
+    with torch.no_grad():
+        weight.t_()
+    with pytest.raises(RuntimeError, match=r"'1.weight' lies in ZeRO's flat buffer as it must not"):
+        step_from(engine, engine(torch.ones(2, 4)).sum())
+    with torch.no_grad():
+        weight.t_()  # undone
+    engine.zero_grad()
+    assert engine.params_sha256() == before
+    step_from(engine, engine(torch.ones(2, 4)).sum())
+
+
 MOVES = {
     "half": lambda module: module.half(),
     "double": lambda module: module.double(),

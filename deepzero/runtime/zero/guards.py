@@ -44,6 +44,20 @@ ANEW = "Build model and optimizer anew"
 _APPLY = nn.Module._apply
 
 
+def left_buffer_error(param: nn.Parameter, name: str, turned_from: torch.Size | None) -> RuntimeError:
+    """The error of a parameter that has left its flat buffer, or lies there in other than its first shape."""
+    if turned_from is None:
+        now, how = f"{param.dtype} on {param.device}", "an assignment to param.data, or set_"
+        text = f"has left ZeRO's flat buffer: it is now {now} ({how}). {STAY}; write values with param.copy_"
+    else:
+        now = f"shape {tuple(param.shape)} and strides {param.stride()}, not {tuple(turned_from)} row by row"
+        text = (
+            f"lies in ZeRO's flat buffer as it must not: it has {now} (t_, or an assignment to param.data). Undo that, "
+            "and write values with param.copy_, those of the transposed by param.copy_(param.t().clone())"
+        )
+    return RuntimeError(f"parameter {name!r} {text}")
+
+
 def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
     """In place of ``nn.Module._apply``, which is ``to``, ``half``, ``cuda`` and their like, of every module.
 

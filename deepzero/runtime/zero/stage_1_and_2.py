@@ -51,6 +51,7 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,7 +60,7 @@ from torch import nn
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.layout import Bucket, Fragment
 from deepzero.placement import GroupPlan
-from deepzero.runtime.zero.guards import STAY, register_owner, unregister_owners
+from deepzero.runtime.zero.guards import left_buffer_error, register_owner, unregister_owners
 
 if TYPE_CHECKING:
     from deepzero.runtime.zero.gradient_reduction import GradientReducer
@@ -121,6 +122,8 @@ class ParamGroup:
         replicated: stage 0: this rank has masters and gradients of everything, not of its shard.
     """
 
+    optimizer_group: Any = property(attrgetter("placement.optimizer_group"), doc="Its index, if it is trained.")
+
     def __init__(
         self,
         names: Sequence[str],
@@ -133,7 +136,6 @@ class ParamGroup:
         self.names, self.layout, self.dtype, self.replicated = list(names), planned.layout, dtype, replicated
         self.params: Sequence[nn.Parameter] = list(planned.params)
         self.comm = comm
-        self.optimizer_group: Any = planned.optimizer_group  # its index, if it is trained
         # Called before parameters are written from outside; may refuse.
         self.before_write: Callable[[], None] = lambda: None
         self.fragments = self.layout.whole_fragments() if replicated else self.layout.fragments(comm.rank)
@@ -234,8 +236,8 @@ class ParamGroup:
         # The optimizer never sees the parameters again, the model nothing else.
         for param, slot, shape in zip(self.params, self.layout.slots, shapes, strict=True):
             param.data = self.flat_P[slot.offset : slot.end].view(shape)
-        # By these a step sees what the program wrote into a parameter in between.
-        self._versions = [param._version for param in self.params]
+        # By these a step sees what the program wrote into a parameter, or turned, in between.
+        self._shapes, self._versions = list(shapes), [param._version for param in self.params]
 
     # ---- the group's tensors -----------------------------------------------------------------------------------------
 
@@ -298,7 +300,7 @@ class ParamGroup:
         """Take what was written into parameters since the last step (``load_state_dict``, an init) into the masters.
 
         Raises:
-            RuntimeError: with ``refuse``, a parameter no longer lies in the flat buffer.
+            RuntimeError: with ``refuse``, a parameter no longer lies in the flat buffer, or not as it did.
         """
         # Else the next publication would silently overwrite it from the masters. A write through ``param.data`` leaves
         # no trace in the parameter's version and cannot be seen.
@@ -306,12 +308,10 @@ class ParamGroup:
         start = data_ptr(self.flat_P)
         for index, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
             # A parameter without elements has no address.
-            moved = slot.numel and data_ptr(param) != start + slot.offset * itemsize
-            if refuse and (moved or param.dtype != self.dtype):
-                raise RuntimeError(
-                    f"parameter {self.names[index]!r} has left ZeRO's flat buffer: it is now {param.dtype} on "
-                    f"{param.device} (an assignment to param.data). {STAY}; write values with param.copy_"
-                )
+            moved = param.dtype != self.dtype or (slot.numel and data_ptr(param) != start + slot.offset * itemsize)
+            turned = param.shape != self._shapes[index] or not param.is_contiguous()
+            if refuse and (moved or turned):
+                raise left_buffer_error(param, self.names[index], None if moved else self._shapes[index])
             if param._version != self._versions[index]:
                 self._versions[index] = param._version
                 self._master_follows(index)
