@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from deepzero.utils.errors import ConfigError, PartitionedUseError
 
 if TYPE_CHECKING:
+    from deepzero.runtime.zero.overlap_param_gather import HiddenParameter
     from deepzero.runtime.zero.partition_parameters import ParamRecord, PartitionedParameter, ZeroParameter
     from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
     from deepzero.runtime.zero.tensor_fragment import TensorFragments
@@ -182,17 +183,19 @@ READS_WITHOUT_VALUES = frozenset({torch.Tensor.detach, torch.detach, torch.Tenso
 """They return an alias, which is as partitioned as the parameter."""
 
 
-def notice_scripted_calls(find: Callable[[Any], Sequence[PartitionedParameter]]) -> None:
+def notice_scripted_calls(find: Callable[[Any], Sequence[PartitionedParameter | HiddenParameter]]) -> None:
     """Let what ``torch.jit`` has compiled tell the parameters that ``find`` sees in its arguments, as torch's own does.
 
     Never put back: somebody may have wrapped it since, and for other arguments it changes nothing.
     """
     for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
-        if not hasattr(kind.__call__, "__wrapped__"):
-            kind.__call__ = _told(kind.__call__, find)  # type: ignore[method-assign]
+        finds = getattr(kind.__call__, "finds", ())  # of those that are wrapped around each other
+        if find not in finds:
+            kind.__call__ = told = _told(kind.__call__, find)  # type: ignore[method-assign]
+            told.finds = (*finds, find)  # type: ignore[attr-defined]
 
 
-def _told(original: Callable[..., Any], find: Callable[[Any], Sequence[PartitionedParameter]]) -> Callable[..., Any]:
+def _told(original: Callable[..., Any], find: Callable[[Any], Sequence[Any]]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(compiled: Any, *args: Any, **kwargs: Any) -> Any:
         if not (hidden := find((args, kwargs))):

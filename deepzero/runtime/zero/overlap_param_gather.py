@@ -18,17 +18,18 @@ Stage 3, whose forward pass fetches in any case, does the first of it early: :cl
     *a module runs*       its forward pre-hook waits for the buckets of its own parameters. In eval mode the hook waits
                           for all: torch's fast paths there read the parameters of other modules.
     *a parameter is used* ``HiddenParameter.__torch_function__`` waits for its bucket: ``state_dict``, ``param.sum()``,
-                          ``.data``, ``copy.deepcopy``, ``torch.save``, a collective, an optimizer, compiled code.
+                          ``.data``, ``copy.deepcopy``, ``torch.save``, a collective, an optimizer, compiled code, a
+                          scripted function that is given it.
     *no hook would run*   ``engine.step()`` itself waits before it returns. So it is where anything but the parameters
                           refers to the flat buffer's memory (a view, numpy's array, a graph that saved one), which is
                           counted; where the model is, or has, compiled or scripted code; and for parameters of a class
                           of their own.
 
     What remains are readers of which torch tells nobody: C++ code that is handed a parameter of a module that is not
-    called, ``torch.func`` transforms over the engine's own parameters. They find NaN, never old values. And what has an
-    address alone: a ``data_ptr()`` that was noted before the step, an alias that a hook of the optimizer takes while it
-    steps, one that was gained between two steps while another, held since the engine was built, was lost. There the
-    program uses the parameter once, and goes on.
+    called, ``torch.func`` transforms over the engine's own parameters, ``tensor.set_(param)``. They find NaN, never old
+    values. And what has an address alone: a ``data_ptr()`` that was noted before the step, an alias that a hook of the
+    optimizer takes while it steps, one that was gained between two steps while another, held since the engine was
+    built, was lost. There the program uses the parameter once, and goes on.
 
 Source: ``overlap_param_gather`` of [Megatron-LM], whose users promise that a forward pass comes next.
 """
@@ -55,7 +56,7 @@ from deepzero.layout import Bucket
 from deepzero.runtime.zero.buffer_pool import references
 from deepzero.runtime.zero.fetch_plan import ModuleUse
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
-from deepzero.runtime.zero.guards import METADATA
+from deepzero.runtime.zero.guards import METADATA, notice_scripted_calls
 from deepzero.runtime.zero.parameter_all_gather import FORWARD
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -112,9 +113,11 @@ class BucketUnderWay:
                 self._gather.wait()
                 self._complete.record()
             self._complete.wait()
-            for param, values, _ in self._params:
+            for param, values, stand_in in self._params:
                 with torch._C.DisableTorchFunctionSubclass():
-                    param.data = values
+                    # Elsewhere it is by ``set_``, of which torch tells nobody: the next step sees that, and raises.
+                    if torch._C._is_alias_of(param, stand_in):  # type: ignore[attr-defined]
+                        param.data = values
                 # Last: as long as a parameter is of this class, others who come upon it wait at the lock.
                 param.__class__ = nn.Parameter
                 vars(param).pop("_under_way", None)
@@ -132,7 +135,7 @@ class HiddenParameter(nn.Parameter):
         if func in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        used = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, HiddenParameter)]
+        used = hidden_in((args, kwargs))
         for param in used:
             wait_for(param)
         if not used:  # it is inside of something that pytree does not open, or another thread has waited meanwhile
@@ -151,6 +154,13 @@ class HiddenParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         wait_for(self)
         return self.__reduce_ex__(protocol)
+
+
+def hidden_in(value: Any) -> list[HiddenParameter]:
+    """All hidden parameters inside nested arguments."""
+    if not UNDER_WAY:
+        return []
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, HiddenParameter)]
 
 
 def wait_for(param: nn.Parameter) -> None:
@@ -204,6 +214,7 @@ class OverlappedZeroStage1And2(ZeroStage1And2):
 
     def __init__(self, model: nn.Module, groups: Sequence[ParamGroup], gradients: GradientReducer) -> None:
         super().__init__(groups, gradients, gradients.comm)
+        notice_scripted_calls(hidden_in)
         self._modules = list(model.modules())
         opaque = any(map(is_opaque, self._modules))
         self._handles = [
