@@ -46,15 +46,15 @@ _APPLY = nn.Module._apply
 
 
 def left_buffer_error(param: nn.Parameter, name: str, turned_from: torch.Size | None) -> RuntimeError:
-    """The error of a parameter that has left its flat buffer, or lies there in other than its first shape."""
+    """The error of a parameter that has left its flat buffer, or was transposed or reshaped in it."""
     if turned_from is None:
         now, how = f"{param.dtype} on {param.device}", "an assignment to param.data, or set_"
         text = f"has left ZeRO's flat buffer: it is now {now} ({how}). {STAY}; write values with param.copy_"
     else:
         now = f"shape {tuple(param.shape)} and strides {param.stride()}, not {tuple(turned_from)} row by row"
         text = (
-            f"lies in ZeRO's flat buffer as it must not: it has {now} (t_, or an assignment to param.data). Undo that, "
-            "and write values with param.copy_, those of the transposed by param.copy_(param.t().clone())"
+            f"was transposed or reshaped in ZeRO's flat buffer: it has {now} (t_, or an assignment to param.data). "
+            "Undo that, and write values with param.copy_; transposed ones: param.copy_(param.t().clone())"
         )
     return RuntimeError(f"parameter {name!r} {text}")
 
