@@ -82,15 +82,23 @@ class NullEvent(StreamEvent):
 class Stream:
     """A stream beside the compute stream. Neither waits for the other by itself: events order them."""
 
-    def __init__(self, running: Callable[[], AbstractContextManager[object]], device: torch.device, key: int) -> None:
-        self.running, self.device, self.key = running, device, key
+    def __init__(
+        self,
+        running: Callable[[], AbstractContextManager[object]],
+        device: torch.device,
+        key: int,
+        current_key: Callable[[], int],
+    ) -> None:
+        self.running, self.device, self.key, self.current_key = running, device, key, current_key
         """``with stream.running():`` issues work on this stream; on a device without streams, in the caller's order.
-        ``key`` is a number that no other stream of the device has.
+        ``key`` is a number that no other stream of the device has, ``current_key()`` that of this thread's: it is asked
+        for every gradient, and takes none of the objects that ``current_stream`` makes.
         """
 
 
 def _named(module: Any, stream: Any, d: torch.device) -> Stream:
-    return Stream(functools.partial(module.stream, stream), d, int(stream.stream_id))
+    current_key = lambda: int(torch._C._accelerator_getStream(d.index).stream_id)
+    return Stream(functools.partial(module.stream, stream), d, int(stream.stream_id), current_key)
 
 
 class Accelerator:
@@ -160,7 +168,6 @@ class Accelerator:
 
     def current_stream(self, d: torch.device) -> Stream:
         """This thread's."""
-        # Asked for every gradient: the device's own module would make a stream of its own class each time.
         return _named(self.module, torch.accelerator.current_stream(d), d)
 
     def event(self, d: torch.device, timing: bool = False) -> StreamEvent:
@@ -302,7 +309,7 @@ class NullAccelerator(Accelerator):
 
     def stream(self, d: torch.device) -> Stream:
         """The caller's own order."""
-        return Stream(nullcontext, d, 0)
+        return Stream(nullcontext, d, 0, lambda: 0)
 
     current_stream = stream
 

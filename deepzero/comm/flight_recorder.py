@@ -198,6 +198,9 @@ class GroupObserver:
     def leave(self, reason: str) -> None:
         """Tell the other ranks that this one will not come back; ``reason`` completes "rank 3 …"."""
 
+    def end(self) -> None:
+        """Stop watching. Where the group is gone already, the other ranks are told that."""
+
 
 class GroupObservers:
     """Who observes the process group that this process is in: one observer for each group that it joins."""
@@ -213,6 +216,8 @@ class GroupObservers:
     def present(self) -> GroupObserver:
         """The observer of the process group that this process is in now; made when it is first asked for."""
         if self._present is None or not self._present.of_current_group:
+            if self._present is not None:
+                self._present.end()
             self._present = self._make()
         return self._present
 
@@ -220,6 +225,8 @@ class GroupObservers:
         """Tell the other ranks that this one leaves, if it is in a group. See :meth:`GroupObserver.leave`."""
         if self._present is not None and self._present.of_current_group:
             self._present.leave(reason)
+        elif self._present is not None:
+            self._present.end()
 
 
 _OBSERVERS = GroupObservers()

@@ -22,10 +22,10 @@ A message of n elements is one ``uint8`` tensor, payload first, so that one send
 (halves of a block are two straight runs). The last block of a message may be shorter. Volume: ``bits/8 + 4/block``
 bytes an element, 1.002 and 0.502 for blocks of 2048, where bf16 sends 2.
 
-Two kernels do the work, on blocks as rows of a matrix: :class:`PlainKernel`, which needs no compiler, and
-:class:`CompiledKernel`, one pass over memory each way. **Both give the same bits on a CPU**: each operation rounds
-once, in one order. On a GPU the decoded bits must be equal too, as all ranks decode; a code may differ by one where a
-compiler's division rounds otherwise. The codes of a block with NaN or infinity mean nothing and may differ.
+Two kernels do the work, on blocks as rows of a matrix: :class:`PlainKernel`, which needs no compiler, and a compiled
+one, one pass over memory each way: :class:`CompiledKernel` on a CPU, ``triton_quantization.py`` on a GPU. **All give
+the same bits**: each operation rounds once, in one order. Only the codes of a block with NaN or infinity mean nothing
+and may differ.
 
 Sources: [ZeRO++], sections 3.1 and 3.3; ``csrc/quantization`` in [DeepSpeed].
 """
@@ -37,13 +37,16 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from deepzero.device import accelerator_of
 from deepzero.layout import ALIGN, round_up
 from deepzero.utils.compile import CompilationError, compilation, compile_apart, compiled_once, why_not_compiled
+
+if TYPE_CHECKING:
+    from deepzero.comm.triton_quantization import TritonKernel
 
 TINY = 2.0**-126
 """The smallest normal number of fp32: no scale is smaller, so that its inverse is finite."""
@@ -175,7 +178,9 @@ class Quantizer:
         self.kernel = "compiled" if kernel == "compiled" else "plain"
         self.reason = "not prepared" if kernel == "auto" else "as asked for"
         self._plain: PlainKernel | DryRunKernel = PlainKernel()
-        self._compiled: dict[tuple[str, torch.dtype, torch.device], CompiledKernel] = {}  # by direction, too
+        self._compiled: dict[
+            tuple[str, torch.dtype, torch.device], CompiledKernel | TritonKernel
+        ] = {}  # by direction, too
 
     def prepare(self, numel: int, dtypes: Iterable[torch.dtype], device: torch.device | str = "cpu") -> None:
         """Decide on the kernel, and compile both directions, before training.
@@ -256,7 +261,7 @@ class Quantizer:
         if values.dim() != 1 or not values.is_floating_point() or not values.is_contiguous():
             raise ValueError(f"values must be 1-D, contiguous and of a float dtype, not {_kind_of(values)}")
 
-    def _kernel(self, direction: str, rows: torch.Tensor) -> PlainKernel | DryRunKernel | CompiledKernel:
+    def _kernel(self, direction: str, rows: torch.Tensor) -> PlainKernel | DryRunKernel | CompiledKernel | TritonKernel:
         """The one for these rows; a shorter last block is a row of its own, not worth a compilation."""
         whole_blocks = rows.shape[1] == self.format.block
         return (self._compiled.get((direction, rows.dtype, rows.device)) if whole_blocks else None) or self._plain
@@ -342,7 +347,7 @@ _SUBSTITUTES = {"meta": DryRunKernel}
 """By kind of device: the kernel where values are not there."""
 
 
-# ---- the compiled kernel ---------------------------------------------------------------------------------------------
+# ---- the compiled kernel of a CPU ------------------------------------------------------------------------------------
 #
 # What the compiler is given is written so that inductor makes one loop over rows of it, around one loop that finds the
 # largest and one that writes codes, the row still in the nearest cache:
@@ -432,34 +437,24 @@ class CompiledKernel:
 
 @compiled_once
 @torch.no_grad()
-def compiled(variant: Variant) -> CompiledKernel:
-    """The compiled lines of a variant, compared with the plain kernel. The first call in a process takes seconds.
+def compiled(variant: Variant) -> CompiledKernel | TritonKernel:
+    """The compiled kernel of a variant, compared with the plain one. The first call in a process takes seconds.
 
     Raises:
         CompilationError: no compiler, a failed compilation, or a result with other bits than the plain kernel's.
     """
     if missing := why_not_compiled(variant.device.type):
         raise CompilationError(missing)
-    from torch._dynamo import mark_dynamic  # seconds; only who compiles waits for them
-
     values, codes, scales, truth = _sample(variant)
     finite = torch.isfinite(values).all(1)
     with compilation():
-        kernel = CompiledKernel(_compile(variant))
+        kernel = (_compile if variant.device.type == "cpu" else _triton_kernel)(variant, values, codes, scales)
         got_codes, got_scales, got = codes.clone(), scales.clone(), torch.zeros_like(values)
-        # Separate tensors of the right strides, so that the compiler sees no two views of one storage, one of them
-        # written: in use the halves of a row are, and do not overlap.
-        halves = [got] if variant.bits == 8 else [torch.zeros_like(values).chunk(2, 1)[i] for i in (0, 1)]
-        packs, as_int8 = variant.direction == "pack", torch.zeros_like(codes).view(torch.int8)
-        tensors = [t.detach() for t in ([values, as_int8] if packs else [codes.view(torch.int8), scales, *halves])]
-        for tensor in tensors:
-            mark_dynamic(tensor, 0)
-        kernel.lines(*tensors)
         for rows in (slice(None), slice(1)):  # one row is a size that compilers like to treat apart
             whole, odd = finite[rows], ~finite[rows]
-            if packs:
+            if variant.direction == "pack":
                 kernel.encode(values[rows], got_codes.zero_()[rows], got_scales.zero_()[rows], variant.bits)
-                same = _same_codes(got_codes[rows][whole], codes[rows][whole], variant)
+                same = torch.equal(got_codes[rows][whole], codes[rows][whole])
                 found, expected = got_scales[rows], scales[rows]
             else:
                 kernel.decode(codes[rows], scales[rows], got.zero_()[rows], variant.bits)
@@ -472,22 +467,35 @@ def compiled(variant: Variant) -> CompiledKernel:
     return kernel
 
 
-def _compile(variant: Variant) -> Callable[..., Any]:
+def _triton_kernel(variant: Variant, *_: torch.Tensor) -> TritonKernel:
+    """Compiled at its first launch."""
+    from deepzero.comm.triton_quantization import TritonKernel  # a CPU's torch brings no Triton
+
+    return TritonKernel(1.0 / levels(variant.bits), TINY)
+
+
+def _compile(variant: Variant, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> CompiledKernel:
+    """Compiled by a first call, for any number of rows."""
+    from torch._dynamo import mark_dynamic  # seconds; only who compiles waits for them
+
+    kernel, as_int8 = CompiledKernel(_lines(variant)), torch.zeros_like(codes).view(torch.int8)
+    # Separate tensors of the right strides, so that the compiler sees no two views of one storage, one of them written:
+    # in use the halves of a row are, and do not overlap.
+    parts = 1 if variant.bits == 8 else 2
+    halves = [torch.zeros_like(values).chunk(parts, 1)[i] for i in range(parts)]
+    given = [values, as_int8] if variant.direction == "pack" else [codes.view(torch.int8), scales, *halves]
+    tensors = [tensor.detach() for tensor in given]
+    for tensor in tensors:
+        mark_dynamic(tensor, 0)
+    kernel.lines(*tensors)
+    return kernel
+
+
+def _lines(variant: Variant) -> Callable[..., Any]:
     lines = {"pack8": pack8_lines, "pack4": pack4_lines, "unpack8": unpack8_lines, "unpack4": unpack4_lines}
-    words = (variant.direction, variant.bits, variant.block, variant.dtype, variant.device)
-    name = "_".join(str(word).removeprefix("torch.").replace(":", "") for word in words)
-    return compile_apart(lines[f"{variant.direction}{variant.bits}"], name, variant.device.type)  # type: ignore[arg-type]
-
-
-def _same_codes(got: torch.Tensor, expected: torch.Tensor, variant: Variant) -> bool:
-    """Whether the codes of finite rows are equal; on a GPU, at most one apart."""
-    if variant.device.type == "cpu":
-        return torch.equal(got, expected)
-    ones, decoded = torch.ones(len(got), 1, device=got.device), []
-    for codes in (got, expected):  # with a scale of 1
-        decoded.append(torch.empty(len(got), variant.block, device=got.device))
-        PlainKernel().decode(codes, ones, decoded[-1], variant.bits)
-    return bool(((decoded[0] - decoded[1]).abs() <= 1).all())
+    words = (variant.direction, variant.bits, variant.block, variant.dtype)
+    name = "_".join(str(word).removeprefix("torch.") for word in words)
+    return compile_apart(lines[f"{variant.direction}{variant.bits}"], name)  # type: ignore[arg-type]
 
 
 def _sample(variant: Variant) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

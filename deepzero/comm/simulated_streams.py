@@ -286,7 +286,9 @@ class SimulatedAccelerator(device.NullAccelerator):
         return self._named(self.machine.here.streams[-1], d)
 
     def _named(self, stream: Any, d: torch.device) -> device.Stream:
-        return device.Stream(functools.partial(self.machine.running, stream), d, self.machine.streams.index(stream))
+        key, here = self.machine.streams.index, self.machine.here
+        running = functools.partial(self.machine.running, stream)
+        return device.Stream(running, d, key(stream), lambda: key(here.streams[-1]))
 
     def event(self, d: torch.device, timing: bool = False) -> device.StreamEvent:
         """A clock that is carried."""

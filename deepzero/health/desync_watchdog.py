@@ -186,9 +186,15 @@ class Watchdog(GroupObserver):
     def leave(self, reason: str) -> None:
         """Tell the others that this rank will not come back, and stop watching; ``reason`` completes "rank 3 …"."""
         if not self._stop.is_set():
-            self._stop.set()
-            self._thread.join(2 * TICK_SECONDS)
+            self.end()
             self._say_gone(reason)
+
+    def end(self) -> None:
+        """Stop watching. Where the group is gone already, the thread tells the others that, and then ends."""
+        self._stop.set()
+        # A thread that is in the store, not in Python, when Python shuts down ends the process with SIGABRT (before
+        # 3.14: it may not take the lock again, and is ended in code that may not be left).
+        self._thread.join(2 * TICK_SECONDS)
 
     def _say_gone(self, reason: str) -> None:
         where = self.trail.place()
@@ -199,10 +205,7 @@ class Watchdog(GroupObserver):
         """The thread. It ends with the group, and when the store cannot be reached: then nobody can be asked."""
         standstill, looks = Standstill(self.trail), 0
         with contextlib.suppress(Exception):
-            while not self._stop.wait(TICK_SECONDS):
-                if not self.of_current_group:
-                    self._say_gone("has destroyed the process group")
-                    return
+            while not self._stop.wait(TICK_SECONDS) and self.of_current_group:
                 waiting, (stands, _) = self.trail.waiting, standstill.look(time.monotonic())
                 if waiting is not None and stands >= DIVERGENCE_SECONDS and self._look(waiting):
                     # Every operation of the group fails then, here and, since the connections close, on the others.
@@ -213,6 +216,8 @@ class Watchdog(GroupObserver):
                 looks += 1
                 if looks % ROLL_CALL_TICKS == 0:
                     self._roll_call.look(time.monotonic())
+        if not self.of_current_group:
+            self._say_gone("has destroyed the process group")
 
     def _look(self, waiting: CollectiveRecord) -> bool:
         """Post this rank's state, read the others'; True when there is a verdict."""
@@ -273,6 +278,10 @@ class NcclWatchdog(GroupObserver):
 
     def leave(self, reason: str) -> None:
         """Stop watching. The others hear of it from NCCL."""
+        self.end()
+
+    def end(self) -> None:
+        """Stop watching; :meth:`Watchdog.end` says why the thread is waited for."""
         self._stop.set()
         self._thread.join(2 * TICK_SECONDS)
 

@@ -39,7 +39,7 @@ class HomeStream:
         """``function`` at home, behind what was issued where it is called; ``of_param``: with ``.grad`` as home's."""
 
         def called(*given: Any) -> None:
-            if self._accelerator.current_stream(self._device).key == self._home.key:  # nearly always
+            if self._home.current_key() == self._home.key:  # nearly always
                 function(*given)
                 return
             with self._entered(given[0] if of_param else None):

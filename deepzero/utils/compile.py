@@ -49,7 +49,7 @@ def why_not_compiled(device_type: str = "cpu") -> str:
     return ""
 
 
-def compile_apart(lines: Callable[..., Any], name: str, device_type: str = "cpu") -> Callable[..., Any]:
+def compile_apart(lines: Callable[..., Any], name: str) -> Callable[..., Any]:
     """``torch.compile``, so that one function serves all lengths and thread counts, and never recompiles.
 
     **No guard asks anything of later calls.** They must bring tensors of the dtypes, device, dimensions and strides of
@@ -68,15 +68,6 @@ def compile_apart(lines: Callable[..., Any], name: str, device_type: str = "cpu"
         "cpp.dynamic_threads": True,
         "cpp.enable_floating_point_contract_flag": "off",
     }
-    if device_type == "cuda":
-        # Triton's division is approximate and its multiplication may drop denormals, unless told. Older releases of
-        # torch have no such switches; what their code gives is known from the check that follows every compilation.
-        from torch._inductor import config  # seconds
-
-        numerics = getattr(config, "eager_numerics", None)
-        for switch in ("division_rounding", "disable_ftz"):
-            if getattr(numerics, switch, None) is not None:
-                options[f"eager_numerics.{switch}"] = True
     return torch.compile(own, fullgraph=True, options=options)
 
 
@@ -106,7 +97,7 @@ def compilation() -> Iterator[None]:
             yield
     except Exception as error:
         text = str(error).strip().splitlines() or [""]
-        raise CompilationError(f"torch.compile failed: {type(error).__name__}: {text[0]}") from error
+        raise CompilationError(f"{type(error).__name__}: {text[0]}") from error
 
 
 def is_compiled(module: nn.Module) -> bool:

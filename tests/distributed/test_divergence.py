@@ -108,6 +108,28 @@ def test_a_wait_that_goes_on_is_posted_in_full_once(monkeypatch):
     assert posted.count("state/0") == 2 and posted.count("beat/0") == 10
 
 
+class Group:
+    """Stands for a process group."""
+
+
+@pytest.mark.parametrize("ends", ["the program ends", "another group is joined"])
+def test_a_group_that_the_program_has_destroyed_leaves_no_thread(monkeypatch, ends):
+    """It might be in the store when Python shuts down, which aborts the process."""
+    store, observers, world = dist.HashStore(), flight_recorder.GroupObservers(), Group()
+    monkeypatch.setattr(flight_recorder, "world_group", lambda: world)
+    monkeypatch.setattr(desync_watchdog, "TICK_SECONDS", 60.0)
+    observers.observe_with(lambda: Watchdog(StoreMailbox("dogs", store, 0, 2)))
+    dog = observers.present()
+    world = None
+    if ends == "the program ends":
+        observers.leave("has ended its program")
+    else:
+        observers.observe_with(flight_recorder.GroupObserver)
+        assert observers.present() is not dog
+    assert not dog._thread.is_alive()
+    assert StoreMailbox("dogs", store, 1, 2).gone()[0].reason == "has destroyed the process group"
+
+
 def test_an_old_post_is_no_waiting_rank():
     with dogs_of(4) as dogs:
         for dog, where in zip(dogs, "abcc", strict=True):

@@ -79,13 +79,18 @@ def test_a_stream_and_an_event_name_their_device(monkeypatch):
         current_stream=lambda d: asked.append(d) or current, stream=lambda stream: device.nullcontext(stream),
     )  # fmt: skip
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda d: asked.append(d) or current)
+    monkeypatch.setattr(torch._C, "_accelerator_getStream", lambda index: current if index == GPU.index else side)
     first, second = gpu.event(GPU), gpu.event(GPU, timing=True)
     first.record()
     second.wait()
     with gpu.stream(GPU).running() as inside:
         assert inside is side
     assert asked == [False, True, GPU, current, GPU, current, GPU]
-    assert gpu.current_stream(GPU).key == 7 and first.query() and first.seconds_until(second) == 0.002
+    assert (
+        gpu.current_stream(GPU).key == gpu.current_stream_key(GPU) == 7
+        and first.query()
+        and first.seconds_until(second) == 0.002
+    )
 
 
 @pytest.mark.parametrize(("kind", "code", "words"), [("cuda", 2, "CUDA error 2"), ("xpu", 0, "xpu cannot lock memory")])
