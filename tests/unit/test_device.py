@@ -87,7 +87,7 @@ def test_a_stream_and_an_event_name_their_device(monkeypatch):
         assert inside is side
     assert asked == [False, True, GPU, current, GPU, current, GPU]
     assert (
-        gpu.current_stream(GPU).key == gpu.current_stream_key(GPU) == 7
+        gpu.current_stream(GPU).key == gpu.stream(GPU).current_key() == 7
         and first.query()
         and first.seconds_until(second) == 0.002
     )
