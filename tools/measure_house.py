@@ -28,7 +28,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1_684, 1150),
     "deepzero/comm": (4_487, 2720),
     "deepzero/runtime": (4_826, 3050),
-    "deepzero/runtime/zero": (5_846, 4550),
+    "deepzero/runtime/zero": (5_844, 4550),
     "deepzero/offload": (3_594, 2500),
     "deepzero/checkpoint": (3695, 2610),
     "deepzero/launch": (718, 650),

@@ -91,7 +91,7 @@ HOPS = (
     Hop("", "PartitionedBucket.show", "parameters become views: no copy", "whole, start = |for param|param.show("),
     Hop("", "ZeroParameter.show", "what the parameter shows from here on", "self.data = ", {"param": "values"}),
     Hop("", "ModuleHooks.pack", "autograd saves the weight; in its place it gets a record",
-        "owner := |offset = |SavedWeight(owner", {"shape": "list(returned.shape)"}, "return"),
+        "found = self|offset = |SavedWeight(owner", {"shape": "list(returned.shape)"}, "return"),
     Hop(RELEASE, "PartitionedParameterCoordinator.release_sub_module", "by the next fetch; _release calls "
         "what is below", "planned.rel|# True", {"released": "f'{[*planned.release]}, as {[*next_keys]} is fetched'"}),
     Hop(RELEASE, "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE; give takes the buffer at `address` back "

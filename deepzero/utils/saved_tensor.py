@@ -16,8 +16,10 @@ def keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def kept(pair: tuple[torch.Tensor, int]) -> torch.Tensor:
     """The tensor that :func:`keep` was given, if it is as it was."""
-    check_version(pair[1], pair[0])
-    return pair[0]
+    tensor, version = pair
+    if tensor._version != version:
+        check_version(version, tensor)
+    return tensor
 
 
 def check_version(version: int, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> None:

@@ -294,9 +294,17 @@ class ModuleHooks:
                 return keep(tensor)
             start = slot.offset - bucket.in_layout.offset
             return SavedWeight(bucket.key, bucket.generation, tensor.dtype, record.shape, record.stride, start)
-        # By storage pointer: a transposed, sliced or expanded weight has the storage of its bucket's buffer.
-        if (owner := self.coordinator.bucket_shown_by(tensor)) is None:
+        # By storage pointer: a transposed, sliced or expanded weight has the storage of its bucket's buffer. That of a
+        # released bucket counts too until it is overwritten: what autograd saves as a weight must not depend on when
+        # that happens. Asked of all that a graph saves, so without a call of our own.
+        try:
+            storage = tensor.untyped_storage()
+            found = self.coordinator.pool.contents.get(storage.data_ptr() or storage._cdata)  # as storage_ptr_of has it
+        except RuntimeError:  # a sparse tensor's, or one's whose function is being traced
+            found = None
+        if found is None or found[0].generation != found[1]:
             return keep(tensor)
+        owner: PartitionedBucket = found[0]
         # Shape, strides and offset say which view it was: autograd saves the transposed weight of a linear layer.
         offset = int(tensor.storage_offset())
         saved = SavedWeight(owner.key, owner.generation, tensor.dtype, tensor.size(), tensor.stride(), offset)

@@ -35,7 +35,6 @@ from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamS
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.utils.dispatch import outliving_pass
 from deepzero.utils.errors import PartitionedUseError
-from deepzero.utils.storage import storage_ptr_of
 
 log = logging.getLogger(__name__)
 
@@ -381,15 +380,6 @@ class PartitionedParameterCoordinator:
     def has(self, bucket: PartitionedBucket) -> bool:
         """Whether the bucket is one of this engine's."""
         return 0 <= bucket.key < len(self.buckets) and self.buckets[bucket.key] is bucket
-
-    def bucket_shown_by(self, tensor: torch.Tensor) -> PartitionedBucket | None:
-        """The bucket whose present values ``tensor`` shows, gathered now or a view of what was, if any."""
-        if tensor.layout is not torch.strided or tensor._is_zerotensor():
-            return None
-        # A view of a released bucket counts too while nothing has overwritten the buffer: what autograd saves as a
-        # weight must not depend on when that happens.
-        found = self.pool.contents.get(storage_ptr_of(tensor))
-        return found[0] if found is not None and found[0].generation == found[1] else None
 
     def clear(self) -> None:
         """Let go of free buffers."""
