@@ -29,6 +29,7 @@ from deepzero.checkpoint.manifest import BUFFER, MASTER, PARAMETER, RNG, Entry, 
 from deepzero.checkpoint.reader import CheckpointReader, read_own, remaining
 from deepzero.comm import process_group
 from deepzero.utils.formatting import listed
+from deepzero.utils.storage import as_bytes
 
 log = logging.getLogger(__name__)
 
@@ -262,7 +263,7 @@ class Loader:
         """Hand round what one rank has read for all. A collective."""
         comm = self.holdings.comm
         for entry, reader in self._replicated():
-            comm.broadcast(BROADCAST, entry.tensor.view(torch.uint8), reader)
+            comm.broadcast(BROADCAST, as_bytes(entry.tensor), reader)
         if self.manifest.world_size == comm.world_size:
             key = buffer_key(self._rank)  # buffers that were another on this rank than on rank 0
             own = [(name, tensor) for name, tensor in self.holdings.buffers().items() if self.reader.extent(key, name)]

@@ -30,6 +30,7 @@ from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.json_codec import DTYPES, ITEMSIZE
 from deepzero.checkpoint.manifest import HEAD_ALIGN, Entry, Row, ShardInfo, block_bytes_for
 from deepzero.durable import Flushes
+from deepzero.utils.storage import as_bytes
 
 WRITE_BYTES = 1 << 20
 PAGE_BYTES = 4096
@@ -95,7 +96,7 @@ def plan_shard(entries: Iterable[Entry], metadata: dict[str, str]) -> ShardPlan:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a 1-D contiguous tensor, in place where it is on the CPU."""
-    return memoryview(tensor.detach().cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(as_bytes(tensor.cpu()).numpy())  # type: ignore[arg-type]
 
 
 class BlockSums:

@@ -28,6 +28,7 @@ from deepzero.comm.flight_recorder import DepartedRank
 from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, behind_closed_doors, meet
 from deepzero.device import accelerator, accelerator_of
 from deepzero.utils.errors import ConfigError
+from deepzero.utils.storage import as_bytes
 
 _LOCAL_RANKS = {"SLURM_LOCALID": "SLURM_PROCID", "OMPI_COMM_WORLD_LOCAL_RANK": "OMPI_COMM_WORLD_RANK"}
 """Who else tells a rank's number on its machine: the variable, and the one that says which rank it is about."""
@@ -257,8 +258,7 @@ def broadcast_tensor(tensor: torch.Tensor, src: int, kind: str = "broadcast_tens
         sent = mine.contiguous()  # itself, or a copy: of `channels_last`
         with flight_recorder.observer().blocking(kind):
             # As bytes: a model's buffers and frozen parameters have dtypes that no backend takes (uint16, fp8, bits).
-            # A view as bytes wants a stride of 1, and where there is but one element any stride counts as contiguous.
-            dist.broadcast(sent.as_strided((sent.numel(),), (1,)).view(torch.uint8), src=src)
+            dist.broadcast(as_bytes(sent), src=src)
         if sent is not mine:
             mine.copy_(sent)
 

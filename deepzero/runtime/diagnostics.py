@@ -17,7 +17,7 @@ from deepzero.device import accelerator_of
 from deepzero.runtime.zero.optimizer_shard import OptimizerShard
 from deepzero.runtime.zero.partition_parameters import GatheredParameters, ZeroParameter
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
-from deepzero.utils.storage import storage_ptr_of
+from deepzero.utils.storage import as_bytes, storage_ptr_of
 
 if TYPE_CHECKING:
     from deepzero.runtime.build import ZeroComponents
@@ -28,7 +28,7 @@ def params_sha256(engine: Any) -> str:
     digest = hashlib.sha256()
     for _, param in sorted(engine.module.named_parameters()):
         with GatheredParameters(param):
-            digest.update(param.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(as_bytes(param.cpu().contiguous()).numpy().tobytes())
     return digest.hexdigest()
 
 

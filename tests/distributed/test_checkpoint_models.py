@@ -56,7 +56,7 @@ class Normed(nn.Module):
 
 
 class Rebinds(TinyModel):
-    """Its buffers become tensors that nothing can be read into; and it may have an empty parameter."""
+    """Its buffers become tensors that nothing can be read into; one element has a stride of 5; one may be empty."""
 
     def __init__(self, empty=False):
         super().__init__()
@@ -64,6 +64,8 @@ class Rebinds(TinyModel):
             self.empty = nn.Parameter(torch.zeros(0, 3), requires_grad=False)
         self.register_buffer("turned", torch.zeros(3, 2))
         self.register_buffer("inferred", torch.zeros(2))
+        self.register_buffer("one", torch.arange(5.0)[2::5])
+        self.frozen = nn.Parameter(torch.arange(5.0)[3::5], requires_grad=False)
 
     def forward(self, ids, labels):
         self.turned = (self.turned + 1).t().contiguous().t()
@@ -311,8 +313,8 @@ def test_buffers_that_the_model_has_rebound(rank, world, tmp_path, stage):
     """They are read into copies; also beside a new parameter that is empty."""
     engine = engine_for(world, stage, model=Rebinds())
     steps(engine, rank, world, 1)
-    saved = [engine.module.turned.tolist(), engine.module.inferred.tolist()]
-    engine.save_checkpoint(tmp_path, client_state={"given": torch.ones(2)})
+    saved, sha256 = [engine.module.turned.tolist(), engine.module.inferred.tolist()], engine.params_sha256()
+    engine.save_checkpoint(tmp_path, client_state={"given": torch.ones(2), "one": torch.ones(5)[::5]})
     reader = read_own(tmp_path, None)
     with torch.device("meta"):  # as who has set another default device
         assert reader.value(reader.manifest.client_state)["given"].tolist() == [1, 1]
@@ -321,6 +323,7 @@ def test_buffers_that_the_model_has_rebound(rank, world, tmp_path, stage):
     for loading in (engine, engine_for(world, stage, model=Rebinds(empty=True))):
         loading.load_checkpoint(tmp_path)
         assert [loading.module.turned.tolist(), loading.module.inferred.tolist()] == saved
+        assert loading.module.one.tolist() == [2] and loading.params_sha256() == sha256
         steps(loading, rank, world, 2)
 
 
