@@ -58,6 +58,10 @@ in calls: packing takes a fifth longer with 2**16 (one core of a Xeon). On a GPU
 COMPILE_FROM = 1 << 23
 """Elements a step. Below, compiled code saves less than 2 ms (two cores), and compiling takes some ten seconds."""
 
+WIDEST_ON_GPU = 1 << 14
+"""Elements of a block for which there is a compiled kernel. It holds a block in registers; beyond, it spills, and takes
+minutes to compile."""
+
 KERNELS = ("auto", "plain", "compiled")
 
 
@@ -197,7 +201,7 @@ class Quantizer:
         if self.request == "plain" or (self.request == "compiled" and substitute):
             return
         if self.request == "auto":
-            missing = why_not_compiled(device.type)
+            missing = _why_not_compiled(device, self.format.block)
             if numel < COMPILE_FROM:
                 missing = f"{numel:,} elements a step are too few to compile for, below {COMPILE_FROM:,}"
             if missing:
@@ -435,6 +439,12 @@ class CompiledKernel:
         self.lines(codes.view(torch.int8), scales, *((values,) if bits == 8 else values.chunk(2, 1)))
 
 
+def _why_not_compiled(device: torch.device, block: int) -> str:
+    if device.type != "cpu" and block > WIDEST_ON_GPU:
+        return f"blocks of {block:,} elements are too wide for a GPU's registers, above {WIDEST_ON_GPU:,}"
+    return why_not_compiled(device.type)
+
+
 @compiled_once
 @torch.no_grad()
 def compiled(variant: Variant) -> CompiledKernel | TritonKernel:
@@ -443,7 +453,7 @@ def compiled(variant: Variant) -> CompiledKernel | TritonKernel:
     Raises:
         CompilationError: no compiler, a failed compilation, or a result with other bits than the plain kernel's.
     """
-    if missing := why_not_compiled(variant.device.type):
+    if missing := _why_not_compiled(variant.device, variant.block):
         raise CompilationError(missing)
     values, codes, scales, truth = _sample(variant)
     finite = torch.isfinite(values).all(1)

@@ -15,7 +15,7 @@ from deepzero.comm import process_group
 from deepzero.comm.ledger import UNPREDICTED, Ledger, Traffic
 from deepzero.device import accelerator_of
 from deepzero.runtime.zero.optimizer_shard import OptimizerShard
-from deepzero.runtime.zero.partition_parameters import GatheredParameters, ZeroParameter
+from deepzero.runtime.zero.partition_parameters import GatheredParameters, PartitionedParameter
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 from deepzero.utils.storage import as_bytes, storage_ptr_of
 
@@ -38,12 +38,11 @@ def whole_state_dict(model: nn.Module, with_frozen: bool = True, on_cpu_of_rank_
     Without ``with_frozen`` parameters that are not trained are left out; ``on_cpu_of_rank_0`` gives others nothing.
     """
     state, copies, mine = model.state_dict(), dict[nn.Parameter, torch.Tensor](), process_group.rank() == 0
-    named = dict(model.named_parameters(remove_duplicate=False))
-    partitioned = {param._record: param for param in named.values() if isinstance(param, ZeroParameter)}
+    # Hooks of the model may have given an entry another name than its parameter's (checkpoint_wrapper's do), or values
+    # of their own. So a parameter's entry is known by its record, or by the memory that it shows.
+    params = {_identity(param): param for param in model.parameters()}
     for name, value in list(state.items()):
-        # Hooks of the model may have given an entry another name than its parameter's (checkpoint_wrapper's do).
-        record = getattr(value, "_record", None)
-        param = partitioned[record] if record in partitioned else named.get(name)
+        param = params.get(_identity(value))
         if param is None:
             continue
         if not with_frozen and not param.requires_grad:
@@ -57,6 +56,15 @@ def whole_state_dict(model: nn.Module, with_frozen: bool = True, on_cpu_of_rank_
     if on_cpu_of_rank_0:
         return {name: value.cpu() if torch.is_tensor(value) else value for name, value in state.items() if mine}
     return state
+
+
+def _identity(value: Any) -> Any:
+    """Equal for a parameter and what a state dict has of it; None: neither."""
+    if not torch.is_tensor(value) or value.layout is not torch.strided or value.is_nested:
+        return None
+    if isinstance(value, PartitionedParameter):
+        return value._record
+    return storage_ptr_of(value), value.storage_offset(), value.shape, value.stride()
 
 
 def tensor_words(ledger: Ledger, zero: ZeroComponents, tensor: torch.Tensor) -> str:

@@ -1,4 +1,4 @@
-"""What every ``torch.compile``'d kernel here needs: is there a compiler, and code that never compiles twice.
+"""What every compiled kernel here needs: is there a compiler, and, on CPUs, code that never compiles twice.
 
 A kernel is a few lines of torch over whole tensors, written for a reader, which the compiler turns into one pass over
 memory. It is compiled before training, checked against the same lines in plain torch, and then serves every size.
@@ -45,7 +45,7 @@ def why_not_compiled(device_type: str = "cpu") -> str:
     elif importlib.util.find_spec("triton") is None:
         return "no Triton (the package triton is not installed)"
     if any(os.environ.get(switch) == "1" for switch in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")):
-        return "torch.compile is switched off by TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE"
+        return "compiling is switched off by TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE"
     return ""
 
 
@@ -97,7 +97,7 @@ def compilation() -> Iterator[None]:
             yield
     except Exception as error:
         text = str(error).strip().splitlines() or [""]
-        raise CompilationError(f"{type(error).__name__}: {text[0]}") from error
+        raise CompilationError(f"the compiler failed: {type(error).__name__}: {text[0]}") from error
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -294,9 +294,9 @@ def test_parameters_that_stay_whole(rank, world):
         GatheredParameters([cut, "bias"])
     with GatheredParameters(cut):
         for param in (cut, kept, frozen):
-            copied = copy.deepcopy(param)
-            assert type(copied) is nn.Parameter and torch.equal(copied, param)
-            assert copied.requires_grad is param.requires_grad and copied.data_ptr() != param.data_ptr()
+            for copied in (copy.deepcopy(param), copy.copy(param), pickle.loads(pickle.dumps(param))):
+                assert type(copied) is nn.Parameter and torch.equal(copied, param) and not hasattr(copied, "_record")
+                assert copied.requires_grad is param.requires_grad and copied.data_ptr() != param.data_ptr()
     state = engine.module_state_dict()
     assert state["head.weight"] is state["embed.weight"] and state["norm.bias"].shape == (24,)
     one_step(engine, rank, world)
@@ -390,6 +390,8 @@ def test_use_and_writes_without_gathering_are_refused(rank, world):
         weight.data[:] = 1.0
     with pytest.raises(PartitionedUseError, match="would be lost"), GatheredParameters(weight), torch.no_grad():
         weight.add_(1.0)
+    with pytest.raises(PartitionedUseError, match="would be lost"), GatheredParameters(weight):
+        weight.data = weight.data.t()  # where it lies
     assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and not is_gathered(weight)
     one_step(engine, rank, world)
 
@@ -414,8 +416,20 @@ def test_loading_saving_and_destroying(rank, world):
         assert not any(m._forward_pre_hooks for m in engine.module.modules())
         assert start(engine.module, stage=3, bucket=200, zero=WHOLE, precision="bf16").params_sha256() == hashes[-1]
     assert hashes[0] == hashes[1]
-    model = make_model(9)
-    model.blocks[0] = checkpoint_wrapper(model.blocks[0])  # its hooks give entries of a state_dict other names
-    model.register_state_dict_post_hook(lambda _, state, *__: state.update({k: v.data for k, v in state.items()}))
-    state = start(model, stage=3, bucket=1500, zero=WHOLE).module_state_dict()
-    assert list(state) == list(source) and all(torch.equal(state[name], source[name]) for name in source)
+    for zero in (WHOLE, {}):
+        model = make_model(9)
+        model.blocks[0] = checkpoint_wrapper(model.blocks[0])  # its hooks give entries of a state_dict other names
+        list(model.blocks[0].parameters())[-1].requires_grad_(False)
+        frozen = [name for name, value in model.state_dict(keep_vars=True).items() if not value.requires_grad]
+        model.register_state_dict_post_hook(lambda _, state, *__: state.update({k: v.data for k, v in state.items()}))
+        double = lambda _, state, *__: state.update({"norm.bias": state["norm.bias"] * 2})
+        model.norm.register_state_dict_post_hook(double) if not zero else None
+        engine = start(model, stage=3, bucket=1500, zero=zero)
+        state, trained = engine.module_state_dict(), engine.module_state_dict(exclude_frozen_parameters=True)
+        expected = source if zero else {**source, "norm.bias": source["norm.bias"] * 2}
+        assert list(state) == list(source) and all(torch.equal(state[name], expected[name]) for name in source)
+        assert [name for name in state if name not in trained] == frozen
+        memory = {
+            param.data_ptr() for param in model.parameters() if not hasattr(param, "ds_tensor") or param.ds_persist
+        }
+        assert not any(value.data_ptr() in memory for value in state.values())

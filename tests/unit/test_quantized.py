@@ -9,7 +9,7 @@ import torch
 
 from deepzero.comm import quantization
 from deepzero.comm.quantization import TINY, Format, PlainKernel, Quantizer, Variant, compiled, levels
-from deepzero.utils.compile import why_not_compiled
+from deepzero.utils.compile import CompilationError, why_not_compiled
 from tests.distributed.pool import sampled
 
 BITS = (8, 4)
@@ -254,6 +254,14 @@ class TestChoice:
     def broken(self, variant):
         raise OSError("cc1plus: killed")
 
+    def test_a_block_too_wide_for_a_gpu(self):
+        """Its kernel holds a block in registers: it would be compiled for minutes."""
+        device, wide = torch.device("cuda", 0), quantization.WIDEST_ON_GPU
+        self.monkeypatch.setattr(quantization, "why_not_compiled", lambda kind: "no compiler for a " + kind)
+        assert quantization._why_not_compiled(device, wide) == "no compiler for a cuda"
+        with pytest.raises(CompilationError, match=r"blocks of 32,768 elements are too wide .* above 16,384"):
+            compiled(Variant("pack", torch.float32, 8, 2 * wide, device))
+
     def test_too_few_elements(self):
         quantizer = Quantizer(self.FORM)
         assert quantizer.describe() == "Quantizer: 8 bits, blocks of 64: plain kernel, not prepared"
@@ -304,7 +312,7 @@ class TestChoice:
         quantizer = Quantizer(self.FORM)
         with pytest.warns(RuntimeWarning, match="cc1plus: killed. Using the plain kernel"):
             quantizer.prepare(5, [torch.float32])
-        assert quantizer.describe().endswith("compiling failed (OSError: cc1plus: killed)")
+        assert quantizer.describe().endswith("compiling failed (the compiler failed: OSError: cc1plus: killed)")
         of(self.FORM, randn(64))
 
     def test_nothing_is_compiled_later(self):

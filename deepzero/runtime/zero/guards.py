@@ -48,13 +48,14 @@ _APPLY = nn.Module._apply
 def left_buffer_error(param: nn.Parameter, name: str, turned_from: torch.Size | None) -> RuntimeError:
     """The error of a parameter that has left its flat buffer, or was transposed or reshaped in it."""
     if turned_from is None:
-        now, how = f"{param.dtype} on {param.device}", "an assignment to param.data, or set_"
+        now, how = f"other memory, {param.dtype} on {param.device}", "an assignment to param.data, or set_"
         text = f"has left ZeRO's flat buffer: it is now {now} ({how}). {STAY}; write values with param.copy_"
     else:
         now = f"shape {tuple(param.shape)} and strides {param.stride()}, not {tuple(turned_from)} row by row"
         text = (
             f"was transposed or reshaped in ZeRO's flat buffer: it has {now} (t_, or an assignment to param.data). "
-            "Undo that, and write values with param.copy_; transposed ones: param.copy_(param.t().clone())"
+            "Undo that, and write or load its values again, with param.copy_; transposed ones: "
+            "param.copy_(param.t().clone())"
         )
     return RuntimeError(f"parameter {name!r} {text}")
 
@@ -280,9 +281,10 @@ def _samples(bucket: PartitionedBucket) -> torch.Tensor | None:
 def modified_param(bucket: PartitionedBucket, every_element: bool = False) -> ZeroParameter | None:
     """A parameter that was written since :func:`accept_writes`, if any: the write would vanish, as no shard follows it.
 
-    A write in place counts up autograd's version; an assignment to ``.data`` moves the parameter out of the buffer. A
-    write *through* ``.data`` does neither: on a CPU a sample of this rank's shard within the buffer is compared with
-    what it was, which finds whatever touches all of a parameter. (On a GPU the comparison would make the CPU wait.)
+    A write in place counts up autograd's version; an assignment to ``.data`` moves the parameter out of the buffer, or
+    turns it where it lies. A write *through* ``.data`` does none of it: on a CPU a sample of this rank's shard within
+    the buffer is compared with what it was, which finds whatever touches all of a parameter. (On a GPU the comparison
+    would make the CPU wait.)
     With ``every_element`` no sample is taken, and no device spared.
     """
     gathered, (versions, samples) = bucket.gathered, bucket.accepted
@@ -294,7 +296,8 @@ def modified_param(bucket: PartitionedBucket, every_element: bool = False) -> Ze
         data_ptr, itemsize = bucket.strategy.comm.data_ptr, gathered.itemsize
         start = data_ptr(gathered) - bucket.in_layout.offset * itemsize
         for param, slot in zip(bucket.params, bucket.in_layout.slots, strict=True):
-            if data_ptr(param) != start + slot.offset * itemsize and slot.numel:
+            turned = param.shape != param._record.shape or not param.is_contiguous()
+            if turned or (data_ptr(param) != start + slot.offset * itemsize and slot.numel):
                 return param
     # With one rank the shard would be compared with itself, which tells nothing.
     itself = bucket.shard_is_buffer and samples is None

@@ -294,9 +294,8 @@ class ModuleHooks:
                 return keep(tensor)
             start = slot.offset - bucket.in_layout.offset
             return SavedWeight(bucket.key, bucket.generation, tensor.dtype, record.shape, record.stride, start)
-        # By storage pointer: a transposed, sliced or expanded weight has the storage of its bucket's buffer. That of a
-        # released bucket counts too until it is overwritten: what autograd saves as a weight must not depend on when
-        # that happens. Asked of all that a graph saves, so without a call of our own.
+        # By storage pointer: a transposed or sliced weight has its bucket's. A released bucket's counts until it is
+        # overwritten, or what is saved as a weight would depend on when that is. No call: all that is saved comes here.
         try:
             storage = tensor.untyped_storage()
             found = self.coordinator.pool.contents.get(storage.data_ptr() or storage._cdata)  # as storage_ptr_of has it

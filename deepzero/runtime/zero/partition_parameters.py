@@ -150,6 +150,9 @@ class ZeroParameter(nn.Parameter):
             raise guards.use_error(self._record, "copied")
         return memo.setdefault(id(self), nn.Parameter(self.data.clone(), self.requires_grad))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # pickled, saved or copied it is the engine's no more
+        return nn.Parameter(self.data.clone(), self.requires_grad).__reduce_ex__(protocol)
+
 
 class PersistentParameter(nn.Parameter):
     """A parameter of stage 3 that stays whole on every rank: always AVAILABLE."""
@@ -159,6 +162,7 @@ class PersistentParameter(nn.Parameter):
     _record: ParamRecord
     ds_persist, ds_status = True, ZeroParamStatus.AVAILABLE
     ds_id, ds_numel, ds_shape = ZeroParameter.ds_id, ZeroParameter.ds_numel, ZeroParameter.ds_shape
+    __reduce_ex__ = ZeroParameter.__reduce_ex__
 
     @property
     def ds_tensor(self) -> Tensor:

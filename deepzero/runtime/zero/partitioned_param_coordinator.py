@@ -265,9 +265,8 @@ class PartitionedParameterCoordinator:
                     bucket.wait()
             if show_params and not bucket.shown:
                 bucket.show()  # the parameters become views of it
-            # Last in the order of use.
             self.live.pop(key, None)
-            self.live[key] = None
+            self.live[key] = None  # last in the order of use
 
     def _note_use(self, keys: tuple[int, ...], where: str, on_demand: bool) -> tuple[ModuleUse, ModuleUse | None]:
         """The record of a use that begins, and what is planned for it; None: nothing, as the order is recorded."""

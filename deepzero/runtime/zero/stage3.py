@@ -246,7 +246,7 @@ class PartitionedParamGroup(ParamGroup):
             self._master_follows(index)
 
     def written(self) -> list[str]:
-        """None: in stage 3 a write is refused, or taken over, at once."""
+        """None: in stage 3 a write is refused, or marked where it is permitted."""
         return []
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
