@@ -26,8 +26,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1_684, 1150),
-    "deepzero/comm": (4_497, 2720),
-    "deepzero/runtime": (4_834, 3050),
+    "deepzero/comm": (4_527, 2720),
+    "deepzero/runtime": (4_838, 3050),
     "deepzero/runtime/zero": (5_849, 4550),
     "deepzero/offload": (3_594, 2500),
     "deepzero/checkpoint": (3_697, 2610),
@@ -39,12 +39,12 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/models": (542, 540),
     "deepzero/data": (515, 400),
     "deepzero/training": (1_002, 380),
-    "deepzero/compat": (3_371, 1200),
-    "deepzero": (38_769, 23_500),
+    "deepzero/compat": (3_376, 1200),
+    "deepzero": (38_808, 23_500),
     "tools": (5863, 2700),
     "tools/book": (1084, 1000),
     "examples": (764, 700),
-    "tests": (32_195, 17_000),
+    "tests": (32_219, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

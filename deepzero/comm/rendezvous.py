@@ -36,6 +36,8 @@ STORE, JOINED = "store", "joined"
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.02
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Where Slurm's ``srun`` and MPIs say how many processes they have started."""
 
 
 def on_one_machine() -> bool:
@@ -74,25 +76,31 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int] | None:
     """The store of this rank's world, its number, and how many ranks there are; None: by torch's ``env://``.
 
     Raises:
-        ConfigError: some but not all of the launcher's environment variables are set, or the port is taken.
+        ConfigError: some but not all of the launcher's environment variables are set, or say what cannot be; another
+            launcher has started several processes, and none knows its rank; or the port is taken.
     """
     import torch.distributed as dist
 
     folder = os.environ.get(LAUNCH_FOLDER_VARIABLE)
     present = [name for name in _VARIABLES if name in os.environ]
     if folder is None and not present:
+        _refuse_several()
         return dist.HashStore(), 0, 1
     missing = sorted({"RANK", "WORLD_SIZE"} - set(present) if folder else set(_VARIABLES) - set(present))
     if missing:
         raise ConfigError(
             f"{', '.join(present)} are set but {', '.join(missing)} are not; start with torchrun, or unset all"
         )
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    world_size = _number("WORLD_SIZE", 1, 1 << 31)
+    rank = _number("RANK", 0, world_size)
     if folder is not None:
         file = dist.FileStore(str(Path(folder) / STORE))
         file.set_timeout(timeout)
         return fresh(file, rank, world_size, timeout), rank, world_size  # a group was perhaps joined, and left, before
-    port, agents = int(os.environ["MASTER_PORT"]), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    port, agents = (
+        _number("MASTER_PORT", int(world_size > 1), 1 << 16),
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
     if shared_by_attempts():
         store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world_size, is_master=False, timeout=timeout)
     elif not on_one_machine() or agents:
@@ -106,6 +114,28 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int] | None:
             raise ConfigError(f"MASTER_PORT={port}: rank 0 cannot listen there: {error}; choose another") from None
         store.set_timeout(timeout)
     return fresh(store, rank, world_size, timeout), rank, world_size
+
+
+def _number(name: str, least: int, end: int) -> int:
+    """What a launcher's variable says, from ``least`` up to, but not including, ``end``."""
+    told = os.environ[name]
+    if not (told.isdecimal() and least <= int(told) < end):
+        raise ConfigError(
+            f"{name}={told!r} must be a whole number from {least} to {end - 1}; start with torchrun, or set it"
+        )
+    return int(told)
+
+
+def _refuse_several() -> None:
+    """Each process alone would train a model of its own, and all of them write into the same folders."""
+    for name in _OTHER_LAUNCHERS:
+        if (told := os.environ.get(name, "1")).isdecimal() and int(told) > 1:
+            raise ConfigError(
+                f"{name}={told}: this process is one of {told}, and nothing tells it {', '.join(_VARIABLES)}. Start "
+                "torchrun once on each machine, or set these for each rank; deepzero.init_distributed() reads those of "
+                "Open MPI, MPICH and Intel MPI. Where each is meant to be a run of its own, set RANK=0, WORLD_SIZE=1, "
+                "MASTER_ADDR=127.0.0.1 and MASTER_PORT=0"
+            )
 
 
 @functools.cache

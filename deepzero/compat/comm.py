@@ -92,8 +92,8 @@ def init_distributed(
     if dist_init_required is False and not is_initialized():
         raise ConfigError("dist_init_required=False, but this process has joined no process group")
     if not is_initialized():
-        if auto_mpi_discovery and rank < 0 and "RANK" not in os.environ:
-            _discover_mpi(distributed_port, verbose)
+        if auto_mpi_discovery and rank < 0:
+            discover_mpi(distributed_port, verbose)
         given = {"RANK": rank, "WORLD_SIZE": world_size}
         os.environ.update({name: str(value) for name, value in given.items() if value >= 0})
         place = urlparse(init_method or "env://")
@@ -107,13 +107,18 @@ def init_distributed(
     process_group.init_distributed(dist_backend, timeout.total_seconds())
 
 
-def _discover_mpi(port: int, verbose: bool) -> None:
-    """Set a launcher's variables from those of an MPI, where this process is one of its ranks."""
-    for names in _MPI:
+def discover_mpi(port: int, verbose: bool = True) -> None:
+    """Set a launcher's variables from those of an MPI, where this process is one of its ranks and has no others."""
+    for names in _MPI if "RANK" not in os.environ else ():
         found = {ours: os.environ[name] for ours, name in zip(_RANKS, names, strict=True) if name in os.environ}
         if "RANK" in found:
-            if found.get("LOCAL_WORLD_SIZE") == found["WORLD_SIZE"]:
+            if found["WORLD_SIZE"] in ("1", found.get("LOCAL_WORLD_SIZE")):
                 found["MASTER_ADDR"] = LOOPBACK
+            elif "MASTER_ADDR" not in os.environ:
+                told = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+                raise ConfigError(
+                    f"ranks by MPI ({told}): set MASTER_ADDR to the name of the machine that rank 0 is on"
+                )
             os.environ.update({"MASTER_PORT": str(port), **found})
             if verbose and found["RANK"] == "0":
                 print(f"ranks by MPI: {found}", flush=True)

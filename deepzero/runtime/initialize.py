@@ -20,9 +20,11 @@ from torch.utils.data import DataLoader, Dataset
 from deepzero.comm import process_group
 from deepzero.comm.simulated_streams import simulate_streams
 from deepzero.comm.topology import check_ranks
+from deepzero.compat.comm import discover_mpi
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.compat.engine_batches import refuse_stream
 from deepzero.compat.optimizer_names import NoOptimizer
+from deepzero.compat.utilities import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepzero.config.deepspeed_json import in_json_words, load_engine_config
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
@@ -184,6 +186,8 @@ def _join(required: bool | None, port: int | None, timeout: float) -> None:
         raise ConfigError("dist_init_required=False, but this process has joined no process group; leave it out")
     if port is not None and "WORLD_SIZE" in os.environ:
         os.environ.setdefault("MASTER_PORT", str(port))
+    if not process_group.is_initialized():
+        discover_mpi(port or TORCH_DISTRIBUTED_DEFAULT_PORT)
     process_group.init_distributed(timeout_seconds=timeout)
 
 

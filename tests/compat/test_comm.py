@@ -27,7 +27,10 @@ def joined(rank, world, settings, variables):
             os.environ.pop(name, None)
         os.environ.update({name: value.format(rank=rank, world=world) for name, value in variables.items()})
         given = {"rank": rank, "world_size": world} if "init_method" in settings else {}
-        deepzero.init_distributed("gloo", timeout=timedelta(seconds=60), **settings, **given)
+        if "config" in settings:
+            deepzero.initialize(model=torch.nn.Linear(1, 1), **settings)
+        else:
+            deepzero.init_distributed("gloo", timeout=timedelta(seconds=60), **settings, **given)
         deepzero.init_distributed(backend="gloo", timeout_seconds=60, config=None)  # a second time is no error
         try:
             return rank == process_group.rank(), collectives(rank, world)
@@ -66,7 +69,7 @@ def collectives(rank, world):
     return whole.tolist(), mine.item(), ones.tolist(), words[0], words[1]["two"].item()
 
 
-@pytest.mark.parametrize("way", ["file", "tcp", "openmpi"])
+@pytest.mark.parametrize("way", ["file", "tcp", "openmpi", "initialize"])
 def test_ways_to_join(ranks, tmp_path, way):
     import socket
 
@@ -78,9 +81,30 @@ def test_ways_to_join(ranks, tmp_path, way):
         "file": ({"init_method": f"file://{tmp_path}/store"}, {"LOCAL_RANK": "{rank}", "MASTER_ADDR": "127.0.0.1"}),
         "tcp": ({"init_method": f"tcp://127.0.0.1:{port}"}, {"LOCAL_RANK": "{rank}"}),
         "openmpi": ({"distributed_port": port, "verbose": False}, mpi),
+        "initialize": ({"distributed_port": port, "config": {"train_batch_size": 3}}, mpi),
     }[way]
     done = ranks.run(joined, settings, variables, world_size=3, process_group=False)
     assert done == [(True, ([1.0, 2.0, 3.0], 3.0, [6.0] * 3, 1, 2))] * 3
+
+
+@pytest.mark.parametrize(("variables", "words"), [
+    ("WORLD_SIZE=2 RANK=x", "RANK='x' must be a whole number from 0 to 1"),
+    ("WORLD_SIZE=1 RANK=1", "RANK='1' must be a whole number from 0 to 0"),
+    ("WORLD_SIZE=0 RANK=0", "WORLD_SIZE='0' must be"),
+    ("WORLD_SIZE=2 RANK=0 MASTER_PORT=0", "MASTER_PORT='0' must be a whole number from 1 to 65535"),
+    ("SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=1", "SLURM_STEP_NUM_TASKS=4: this process is one of 4, and nothing tells it"),
+    ("PMI_RANK=1 PMI_SIZE=2", r"ranks by MPI \(PMI_RANK=1, PMI_SIZE=2\): set MASTER_ADDR"),
+])  # fmt: skip
+def test_variables_that_cannot_be_used(monkeypatch, variables, words):
+    """Several of them let a process wait for ranks that cannot come, or train alone without a word."""
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+    if variables.startswith("WORLD_SIZE"):
+        variables = f"MASTER_ADDR=127.0.0.1 MASTER_PORT=1 {variables}"
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    with pytest.raises(ConfigError, match=words):
+        deepzero.initialize(model=torch.nn.Linear(1, 1), config={"train_batch_size": 2})
 
 
 @pytest.mark.parametrize(
