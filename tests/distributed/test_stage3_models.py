@@ -284,6 +284,31 @@ def test_leaf_modules_for_experts_without_tokens(rank, world):
     same_in_stages_2_and_3(experts, step, 5, overlap=True)
 
 
+@pytest.mark.parametrize("kind", [Base, Moe])
+@on_ranks()
+def test_a_copy_of_a_live_model_fetches_nothing(rank, world, kind):
+    """``copy.deepcopy`` takes hooks along: a reference model, within a step of the model that it is a copy of."""
+    models, given = [], [torch.zeros(6).long()] if kind is Moe else []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(kind())
+    zero.set_z3_leaf_modules(models[0], [Experts], raise_if_not_found=False)
+    engine, plain = start(models[0], stage=3, bucket=100, zero=WHOLE), models[1]
+    with zero.GatheredParameters(list(engine.module.parameters())):
+        reference = copy.deepcopy(engine.module)
+    engine.ledger.trace = True
+    for number in range(3):
+        loss, begun = engine(batch(number, rank), *given), len(engine.ledger.events)
+        found, expected = (model(batch(number, rank), *given) for model in (reference, plain))
+        found.backward()
+        expected.backward()
+        assert len(engine.ledger.events) == begun and torch.equal(found, expected)
+        engine.backward(loss)
+        engine.step()
+    for param, other in zip(reference.parameters(), plain.parameters(), strict=True):
+        assert type(param) is nn.Parameter and (other.grad is None or torch.equal(param.grad, other.grad))
+
+
 @pytest.mark.parametrize("late", [False, True])
 @on_ranks(1)
 def test_registered_external_parameter(rank, world, late):

@@ -105,9 +105,8 @@ class ModuleHooks:
             self.leaf_params.update(module.parameters())
         # Before every other pre-hook, since those may read weights (weight norm does); always_call, because an
         # exception in the module must not leave it on the stack, with its weights gathered.
-        name = self._names[module]
-        before = self._pre_forward_hook(params, name, counted=declared)
-        after = self._post_forward_hook(params, name, fetched_as_one=leaf)
+        before = self._pre_forward_hook(module, params, counted=declared)
+        after = self._post_forward_hook(module, params, as_one=leaf)
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=declared),
             module.register_forward_hook(after, always_call=True),
@@ -128,14 +127,15 @@ class ModuleHooks:
 
     # Most modules find their bucket gathered. Hooks are then all that they cost, so these look first, and call little.
 
-    def _pre_forward_hook(self, params: list[ZeroParameter], name: str, counted: bool) -> Callable[..., None]:
-        coordinator, own = self.coordinator, keys_of(params)
+    def _pre_forward_hook(self, of: nn.Module, params: list[ZeroParameter], counted: bool) -> Callable[..., None]:
+        coordinator, own, name = self.coordinator, keys_of(params), self._names[of]
 
         @never_compiled
         def pre_forward(module: nn.Module, args: Any, kwargs: Any = None) -> None:
             """1 fetch: the module's parameters are gathered before it runs."""
-            # An empty stack: this is the outermost module, and a forward pass begins.
-            if not self._stack:
+            if module is not of:  # a copy of it, with parameters of its own: copy.deepcopy takes hooks along
+                return
+            if not self._stack:  # this is the outermost module, and a forward pass begins
                 coordinator.begin_forward()
             # On the stack before the fetch: only a module that is under way may show values.
             self._stack.append((module, self.push_saved_tensor_hooks()))
@@ -143,8 +143,7 @@ class ModuleHooks:
             keys = self._keys_with(params, external) if external else own
             for key in keys:  # is one not there, or not shown?
                 if key not in coordinator.current or not coordinator.buckets[key].shown:
-                    # Selective checkpointing numbers a block's operations; ours differ when it runs again, so it sees
-                    # none.
+                    # Selective checkpointing numbers a block's operations, and ours differ when it runs again.
                     with hide_from_checkpointing():
                         coordinator.fetch_sub_module(keys, name)
                     break
@@ -153,13 +152,14 @@ class ModuleHooks:
 
         return pre_forward
 
-    def _post_forward_hook(self, params: list[ZeroParameter], name: str, fetched_as_one: bool) -> Callable[..., None]:
-        trail, after = self.coordinator.comm.trail, (f"forward, after {name}", f"backward, after {name}")
+    def _post_forward_hook(self, of: nn.Module, params: list[ZeroParameter], as_one: bool) -> Callable[..., None]:
+        trail, name = self.coordinator.comm.trail, self._names[of]
+        after = (f"forward, after {name}", f"backward, after {name}")
 
         @never_compiled
         def post_forward(module: nn.Module, args: Any, output: Any) -> None:
             """The module is over, or has raised. What it used is released by the next fetch."""
-            if fetched_as_one:
+            if as_one and module is of:
                 self._fetch_for_backward(self._keys_with(params, external_parameters(module)), name, output)
             # Nothing to leave where our pre-hook did not run, as another pre-hook raised before it.
             if not self._stack or self._stack[-1][0] is not module:
