@@ -89,7 +89,8 @@ def test_tensorboard_lists_the_run_and_its_pages_load(watched, tmp_path):
         assert browser.get_json(url + "data/runs") == ["tensorboard"]
         plugins = browser.get_json(url + "data/plugins_listing")
         assert all(plugins[name]["enabled"] for name in ("scalars", "text", "hparams"))
-        while (traces := browser.get_json(url + PLUGIN + "runs"))["loading"]:
+        # It says that it loads nothing, too, before it has begun to.
+        while (traces := browser.get_json(url + PLUGIN + "runs"))["loading"] or not traces["runs"]:
             time.sleep(0.1)
         assert traces["runs"] == ["traces"]
         where = "run=traces&worker=rank0&span=1"
