@@ -230,6 +230,9 @@ def collect(
             if callable(getattr(lr_scheduler, "state_dict", None)):
                 state = encode(lr_scheduler.state_dict(), "lr_scheduler", tensors)
                 schedule = {"class": class_name(lr_scheduler), "state": state}
+        # What a class adds in its state_dict() to torch's two entries, which are stored by parameter and by group.
+        added = {key: v for key, v in holdings.optimizer.state_dict().items() if key not in ("state", "param_groups")}
+        own_state = _plain(added, "the optimizer's state_dict()")
         rng_tensors, rng_numbers = rng.capture(comm.device)
         trained, scalars = _trained(holdings, own := dict[str, torch.Tensor]())
         entries += trained + (_untrained(holdings) if with_frozen else [])
@@ -271,7 +274,7 @@ def collect(
             }
             for group in (*holdings.groups, *holdings.frozen)
         ],
-        optimizer={"class": class_name(holdings.optimizer), "groups": groups},
+        optimizer={"class": class_name(holdings.optimizer), "groups": groups, "own": own_state},
         lr_scheduler=schedule,
         client_state=encoded_client,
         rng_numbers=[numbers for _, _, numbers, _ in everyone],
@@ -336,7 +339,9 @@ def _plain(value: Any, where: str) -> Any:
     tensors: dict[str, torch.Tensor] = {}
     encoded = encode(value, where, tensors)
     if tensors:
-        raise CheckpointError(f"{next(iter(tensors))} is a tensor inside of a list; such a setting cannot be saved")
+        raise CheckpointError(
+            f"{next(iter(tensors))} is a tensor inside of a list or a dictionary, which cannot be saved"
+        )
     return encoded
 
 

@@ -289,8 +289,15 @@ class Loader:
                             state[key] = self.reader.value(encoded).to(master.device)
                         else:
                             _set_scalar(state, key, encoded)
-        changed = []
-        for live, saved in zip(optimizer.param_groups, self.manifest.optimizer["groups"], strict=True):
+        changed, kept, counters = [], self.manifest.optimizer, self.manifest.counters
+        alike = kept["class"] in ("", class_name(optimizer))
+        for live, saved in zip(optimizer.param_groups, kept["groups"], strict=True):
+            if alike:  # what steps put into a group, as some classes count them, is state: it comes back, or goes
+                for key in saved.keys() - live.keys() - _IMPLEMENTATION - {"initial_lr"}:
+                    live[key] = decode(saved[key], {})
+                if counters["global_steps"] == counters["skipped_steps"]:
+                    for key in live.keys() - saved.keys() - optimizer.defaults.keys() - {"params", "initial_lr"}:
+                        del live[key]
             for key in [key for key in saved if key in live and key not in _IMPLEMENTATION]:
                 value = decode(saved[key], {})
                 if torch.is_tensor(live[key]):
@@ -301,6 +308,13 @@ class Loader:
                 live[key] = value
         if changed and self._rank == 0:
             log.warning("the optimizer goes on with the checkpoint's %s", ", ".join(changed))
+        if alike and (own := decode(kept.get("own"), {})):
+            # By the class's own method, of this alone: what was filled in place is not replaced by copies.
+            filled = {key: getattr(optimizer, key) for key in ("state", "param_groups")}
+            try:
+                optimizer.load_state_dict(optimizer.state_dict() | {"state": {}} | own)
+            finally:
+                vars(optimizer).update(filled)
 
     def restore_rng(self) -> None:
         """This rank's generators, where there were as many ranks; else they stay: no two ranks may draw alike."""

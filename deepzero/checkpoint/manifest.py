@@ -439,8 +439,9 @@ def _check_values(manifest: Manifest) -> None:
         _need(set(numbers) >= RNG_NUMBERS, f"'rng_numbers' of rank {rank} has the keys {sorted(numbers)}")
     for what, kept in (("optimizer", manifest.optimizer), ("schedule", manifest.lr_scheduler)):
         _need(kept is None or isinstance(kept["class"], str), f"the {what}'s class is {kept and kept['class']!r}")
-    for encoded in (encoded for group in manifest.optimizer["groups"] for encoded in group.values()):
-        decode(encoded, {})
+    for group in (*manifest.optimizer["groups"], {"own": manifest.optimizer.get("own")}):
+        for encoded in group.values():
+            decode(encoded, {})
     for encoded in (manifest.client_state, manifest.lr_scheduler and manifest.lr_scheduler["state"]):
         decode(encoded, _ANY_TENSORS)
 

@@ -96,6 +96,30 @@ class Keeps(torch.optim.Optimizer):
                     param.sub_(param.grad, alpha=group["lr"])
 
 
+class Counts(torch.optim.Optimizer):
+    """Counts its steps, as some classes do, in each group from the first one on, and in an attribute."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.taken = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.taken += 1
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / (self.taken + group["step"] ** 2))
+
+    def state_dict(self):
+        return super().state_dict() | {"taken": self.taken}
+
+    def load_state_dict(self, state_dict):
+        self.taken = state_dict["taken"]
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
 def two_groups(model, turned=False):
     first, *rest = model.parameters()
     groups = [{"params": [first], "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.3}]
@@ -133,6 +157,7 @@ OPTIMIZERS = {
     "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2, t0=2),
     "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
     "a rate that is a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)),
+    "counts of its own": Counts,
 }
 KEEPING = {
     "keeps master": (lambda p: Keeps(p, "master"), "'master', a name that a checkpoint uses itself"),
@@ -189,7 +214,7 @@ def everything(engine):
 
 
 RESUMED = [
-    *sampled([("SGD, momentum", 2, 2)], (*OPTIMIZERS, "groups", "no group"), (2,), (2,)),
+    *sampled([("SGD, momentum", 2, 2), ("counts of its own", 2, 2)], (*OPTIMIZERS, "groups", "no group"), (2,), (2,)),
     # A new engine of stage 0 has no state yet, and each rank reads a part of what all have to hold whole.
     *sampled([("ASGD", 0, 2)], ("ASGD", "Rprop", "SGD, dampening"), (0,), (2,)),
     *sampled([("LambdaLR", 1, 2), ("MultiStepLR", 1, 2)], SCHEDULES, (1,), (2,)),
