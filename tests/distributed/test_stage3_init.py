@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import deepzero
 from deepzero.comm import process_group
 from deepzero.runtime.zero import partition_parameters
+from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 from deepzero.zero import GatheredParameters, Init, PartitionedUseError, ZeroParamStatus
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import (
@@ -223,27 +224,61 @@ def test_an_operation_that_raises_leaves_nothing_gathered(rank, world):
     assert values_of(layers[-1])["weight"].shape == (4, 6)
 
 
+@on_ranks()
+def test_copies_and_moves_behind_the_context(rank, world):
+    """As peft copies the layers that it trains beside the frozen ones, and moves them to the device where they are."""
+    with Init():
+        layer = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+        layer[1].weight = nn.Parameter(torch.ones(6, 4))
+        layer.append(layer[0])
+    layer[0].weight.requires_grad_(False)
+    copied = copy.deepcopy(layer)
+    assert copied[2] is copied[0]
+    weight = copied[0].weight
+    assert copied.to(weight.device).float() is copied and copied[0].weight is weight and weight.to(weight) is weight
+    assert torch.ones(2).to(tensor=weight).dtype == weight.dtype
+    for move in (copied.half, lambda: weight.to(torch.bfloat16), lambda: weight.to(weight, copy=True)):
+        with pytest.raises(PartitionedUseError, match=r"'Linear.weight' .* cannot be used"):
+            move()
+    for param, other in zip(layer.parameters(), copied.parameters(), strict=True):
+        assert type(param) is type(other) and param.requires_grad is other.requires_grad
+        assert isinstance(other, PartitionedParameter) == (param is not layer[1].weight) and param is not other
+    with GatheredParameters(copied[0].weight, modifier_rank=0):
+        copied[0].weight.data.fill_(rank + 3.0)
+    before = values_of(layer)
+    assert (values_of(copied)["0.weight"] == 3.0).all() and not (before["0.weight"] == 3.0).any()
+    assert torch.equal(values_of(copied)["0.bias"], before["0.bias"])
+    both = nn.ModuleList([layer, copied.requires_grad_()])
+    engine = start(both, stage=3, zero={"stage3_param_persistence_threshold": 0})
+    engine.backward(sum(one(torch.ones(2, 6)).sum() for one in both))
+    engine.step()
+    after = values_of(both)
+    assert torch.equal(after["0.0.weight"], before["0.weight"]) and not (after["1.0.weight"] == 3.0).any()
+    with pytest.raises(PartitionedUseError, match="cannot be copied"):
+        copy.deepcopy(both)
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 @on_ranks()
 def test_a_model_of_init_in_other_stages(rank, world, stage):
     """It keeps parameters whole: they are gathered, and rank 0 says so."""
     hashes = []
     with log_lines() as lines:
-        for how in ("init", "plain", "copied"):
+        for how in ("init", "plain", "copied", "copied whole"):
             torch.manual_seed(5)
             with Init(enabled=how != "plain"):
                 model = PostInit()
-            with GatheredParameters(model.parameters()):
-                model = copy.deepcopy(model) if how == "copied" else model
+            with GatheredParameters(model.parameters(), enabled=how == "copied whole"):
+                model = copy.deepcopy(model) if how.startswith("copied") else model
             engine = start(model, stage=stage, precision="bf16", bucket=1500)
             assert all(type(param) is nn.Parameter for param in model.parameters())
             one_step(engine, rank, world)
             hashes.append(engine.params_sha256())
-    assert hashes == [hashes[0]] * 3
+    assert hashes == [hashes[0]] * 4
     whole = start(make_model(), stage=3, zero=WHOLE)
     with pytest.raises(deepzero.ConfigError, match=r"'0\.embed\.weight' belongs to another engine"):
         start(nn.Sequential(whole.module), stage=stage)
-    assert [f"zero stage {stage} keeps its parameters whole" in line for line in lines].count(True) == (rank == 0)
+    assert [f"zero stage {stage} keeps its parameters whole" in line for line in lines].count(True) == 2 * (rank == 0)
 
 
 @on_ranks()

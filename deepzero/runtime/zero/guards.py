@@ -161,7 +161,7 @@ is_pinned is_shared retain_grad new_empty new_empty_strided new_zeros new_ones
 """.split()  # noqa: SIM905
 _FUNCTIONS = """
 is_floating_point is_complex is_signed is_conj is_neg numel is_same_size is_inference
-empty_like zeros_like ones_like rand_like randn_like
+empty_like zeros_like ones_like rand_like randn_like _has_compatible_shallow_copy_type
 """.split()  # noqa: SIM905
 
 
@@ -176,6 +176,21 @@ def _metadata_functions() -> frozenset[Any]:
 
 METADATA = _metadata_functions()
 """Functions and property accessors that need no values; they see the logical shape."""
+
+SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_MOVES = ["to", "cpu", "cuda", "float", "double", "half", "bfloat16"]
+MOVES = frozenset({SET_DATA, *(getattr(torch.Tensor, name) for name in _MOVES)})
+"""What ``module.to`` and its like call; a call that changes nothing needs no values."""
+
+
+def changes_nothing(func: Any, at: torch.Tensor, /, *args: Any, **kwargs: Any) -> bool:
+    """Whether ``func``, one of ``MOVES``, would give back ``at`` itself, or is given it for its own ``.data``."""
+    if func == SET_DATA:
+        return args[0] is at
+    with torch._C.DisableTorchFunctionSubclass():
+        probe = torch.empty([0] * at.dim(), dtype=at.dtype, device=at.device)  # as in _apply
+        return func(probe, *args, **kwargs) is probe
+
 
 FILLS = frozenset({torch.full_like, torch.Tensor.new_full, torch.randint_like})
 """They need no values of their first argument, or of ``input``; those of the others they write into what they make."""

@@ -144,8 +144,8 @@ class ZeroParameter(nn.Parameter):
         self.__class__ = PartitionedParameter
 
     def __deepcopy__(self, memo: Any) -> Any:
-        if Init.entered and self._record.placed()[0].key == INIT_KEY:  # a constructor that repeats a layer
-            return memo.setdefault(id(self), Init.entered[0]._copy(self))
+        if self._record.placed()[0].key == INIT_KEY and (Init.entered or isinstance(self, PartitionedParameter)):
+            return memo.setdefault(id(self), (Init.entered or [Init()])[0]._copy(self))  # cut as well
         if isinstance(self, PartitionedParameter):  # a copy would be a placeholder that belongs to no bucket
             raise guards.use_error(self._record, "copied")
         return memo.setdefault(id(self), nn.Parameter(self.data.clone(), self.requires_grad))
@@ -192,6 +192,8 @@ class PartitionedParameter(ZeroParameter):
             return _detached(args[0], func)
         if func in (torch.autograd.backward, torch.autograd.grad):
             return _differentiate(func, args, kwargs)
+        if func in guards.MOVES and guards.changes_nothing(func, *args, **kwargs):
+            return args[0]
         name = getattr(func, "__name__", str(func))
         # A constructor inside zero.Init may do anything with parameters that the context has cut.
         if Init.entered and any(p._record.placed()[0].key == INIT_KEY for p in parameters_in((args, kwargs))):
@@ -201,8 +203,7 @@ class PartitionedParameter(ZeroParameter):
         # A result written into a parameter would be this rank's alone.
         if partitioned_in(kwargs.get("out")):
             raise guards.use_error(partitioned_in(kwargs["out"])[0]._record, f"written (out= of {name})")
-        # torch.nn.init passes its tensor by name.
-        first = args[0] if args else kwargs.get("tensor")
+        first = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes it by name
         with gather_on_use(parameters_in((args, kwargs)), name, first):
             # The parameters show their values now. Tensors detached from them earlier do not, and are replaced.
             whole = lambda alias: alias._record.placed()[0].value(alias)
@@ -519,8 +520,7 @@ class Init:
         shard = torch.zeros(in_layout.shard_numel, dtype=values.dtype, device=self._shard_device, pin_memory=self._pin)
         strategy = PlainAllGather(in_layout, values.dtype, comm, name)
         bucket = PartitionedBucket(INIT_KEY, in_layout, [zero_param], shard, strategy, pool)
-        # It keeps this rank's elements of ``values``; the rest is freed with them.
-        bucket.write(zero_param, values)
+        bucket.write(zero_param, values)  # this rank's elements of them; the rest is freed
         self._freed_bytes += values.nbytes
         del values
         zero_param.hide(shard.dtype, comm.device)
