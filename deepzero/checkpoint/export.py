@@ -44,7 +44,7 @@ from deepzero.checkpoint.manifest import MARKS, Entry
 from deepzero.checkpoint.reader import CheckpointReader, read_own
 from deepzero.comm import process_group
 from deepzero.durable import Flushes, flush_folder, flush_parents, write_whole
-from deepzero.runtime.zero.partition_parameters import GatheredParameters
+from deepzero.runtime.diagnostics import gathered_in_turn
 
 MODEL_FILE = "model.safetensors"
 INDEX_SUFFIX = ".index.json"
@@ -408,12 +408,11 @@ def save_gathered(
 
     def gathered() -> Iterator[tuple[TensorPlan, torch.Tensor]]:
         """Piece by piece, in the tensors' own dtypes and on their device."""
-        for plan in itertools.chain(*files):
-            tensor = tensors[plan]
-            with GatheredParameters(tensor if isinstance(tensor, torch.nn.Parameter) else []):
-                flat = tensor.detach().reshape(-1)
-                for start, stop in plan.pieces():
-                    yield plan, flat[start:stop]
+        plans = list(itertools.chain(*files))
+        for tensor, plan in zip(gathered_in_turn(tensors[plan] for plan in plans), plans, strict=True):
+            flat = tensor.detach().reshape(-1)
+            for start, stop in plan.pieces():
+                yield plan, flat[start:stop]
 
     pieces = gathered()
     with together():

@@ -66,8 +66,8 @@ def save_16bit_model(  # noqa: D417  of the method
 ) -> bool:  # fmt: skip
     """Save the model in the compute dtype as safetensors that Hugging Face's libraries read; True. A collective.
 
-    Parameters are gathered one by one and written by rank 0 as they come, as by ``python -m tools.export``. A model
-    that is there is replaced when the new one is complete.
+    Parameters are gathered bucket by bucket and written by rank 0 as they come, as by ``python -m tools.export``. A
+    model that is there is replaced when the new one is complete.
 
     Args:
         save_dir: the folder; made if it is not there.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from deepzero.comm import process_group
 from deepzero.comm.ledger import UNPREDICTED, Ledger, Traffic
 from deepzero.device import accelerator_of
 from deepzero.runtime.zero.optimizer_shard import OptimizerShard
-from deepzero.runtime.zero.partition_parameters import GatheredParameters, PartitionedParameter
+from deepzero.runtime.zero.partition_parameters import GatheredParameters, PartitionedParameter, ZeroParameter
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 from deepzero.utils.storage import as_bytes, storage_ptr_of
 
@@ -26,18 +27,29 @@ if TYPE_CHECKING:
 def params_sha256(engine: Any) -> str:
     """SHA-256 over the raw bytes of every parameter, by sorted name; a tied parameter counts once. A collective."""
     digest = hashlib.sha256()
-    for _, param in sorted(engine.module.named_parameters()):
-        with GatheredParameters(param):
-            digest.update(as_bytes(param.cpu().contiguous()).numpy().tobytes())
+    for param in gathered_in_turn(param for _, param in sorted(engine.module.named_parameters())):
+        digest.update(as_bytes(param.cpu().contiguous()).numpy().tobytes())
     return digest.hexdigest()
 
 
+def gathered_in_turn(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The same tensors; a partitioned parameter has its values until the next tensor is asked for. A collective.
+
+    A bucket is gathered once for all of its parameters that follow each other, not once for each.
+    """
+    bucket_of = lambda tensor: tensor._record.placed()[0] if isinstance(tensor, ZeroParameter) else None
+    for bucket, row in itertools.groupby(tensors, bucket_of):
+        following = list(row)
+        with GatheredParameters(following[0] if bucket is not None else None):
+            yield from following
+
+
 def whole_state_dict(model: nn.Module, with_frozen: bool = True, on_cpu_of_rank_0: bool = False) -> dict[str, Any]:
-    """The model's state dict with a copy of each whole parameter, gathered one by one. A collective.
+    """The model's state dict with a copy of each whole parameter, gathered bucket by bucket. A collective.
 
     Without ``with_frozen`` parameters that are not trained are left out; ``on_cpu_of_rank_0`` gives others nothing.
     """
-    state, copies, mine = model.state_dict(), dict[nn.Parameter, torch.Tensor](), process_group.rank() == 0
+    state, names, mine = model.state_dict(), dict[nn.Parameter, list[str]](), process_group.rank() == 0
     # Hooks of the model may have given an entry another name than its parameter's (checkpoint_wrapper's do), or values
     # of their own. So a parameter's entry is known by its record, or by the memory that it shows.
     params = {_identity(param): param for param in model.parameters()}
@@ -48,11 +60,10 @@ def whole_state_dict(model: nn.Module, with_frozen: bool = True, on_cpu_of_rank_
         if not with_frozen and not param.requires_grad:
             del state[name]
             continue
-        if param not in copies:  # else tied: one tensor under all its names
-            with GatheredParameters(param):
-                device = param.device if not on_cpu_of_rank_0 else "cpu" if mine else "meta"
-                copies[param] = param.detach().to(device, copy=True)
-        state[name] = copies[param]
+        names.setdefault(param, []).append(name)  # several if it is tied: one tensor under all of them
+    for whole, its_names in zip(gathered_in_turn(names), names.values(), strict=True):
+        device = whole.device if not on_cpu_of_rank_0 else "cpu" if mine else "meta"
+        state |= dict.fromkeys(its_names, whole.detach().to(device, copy=True))
     if on_cpu_of_rank_0:
         return {name: value.cpu() if torch.is_tensor(value) else value for name, value in state.items() if mine}
     return state

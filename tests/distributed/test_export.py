@@ -22,9 +22,10 @@ from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.export import export
 from deepzero.checkpoint.reader import read_header
 from deepzero.compat.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepzero.runtime.zero import partition_parameters
 from tests.distributed.checkpoints import said
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import TinyModel, config, go, make_model, one_step, start, step_on
+from tests.distributed.training import WHOLE, TinyModel, config, go, make_model, one_step, start, step_on
 from tools.export import main
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -225,6 +226,22 @@ def test_without_frozen_parameters(ranks, tmp_path, capsys):
     assert main([*arguments, "--partial"]) == 0 and "does not hold it: frozen" in capsys.readouterr().out
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "model")]
     assert files[0] == files[1]
+
+
+@on_ranks()
+def test_a_bucket_is_gathered_once_for_all_of_its_parameters(rank, world, tmp_path):
+    engine, gathered = start(make_model(), stage=3, zero=WHOLE), []
+    gather = partition_parameters._all_gather_params
+
+    def counted(buckets, kind):
+        gathered.extend(buckets)
+        gather(buckets, kind)
+
+    with patch.object(partition_parameters, "_all_gather_params", counted):
+        for act in (engine.module_state_dict, engine.params_sha256, lambda: engine.save_16bit_model(tmp_path)):
+            gathered.clear()
+            act()
+            assert 0 < len(gathered) == len(set(gathered)) < len(list(engine.module.parameters()))
 
 
 def full_disk(file, view):
