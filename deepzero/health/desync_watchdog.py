@@ -130,7 +130,7 @@ class Watchdog(GroupObserver):
         # For each peer its last beat, and in how many looks it has been the last.
         self._heard: dict[int, tuple[int, int]] = {}
         self._trainer = threading.get_ident()
-        self._stop = threading.Event()
+        self._stop, self._leaves = threading.Event(), False
         self._roll_call = RollCall(board, self.trail, self._trainer)
         self._thread = start_thread(self._run, "deepzero-divergence")
 
@@ -186,6 +186,7 @@ class Watchdog(GroupObserver):
     def leave(self, reason: str) -> None:
         """Tell the others that this rank will not come back, and stop watching; ``reason`` completes "rank 3 …"."""
         if not self._stop.is_set():
+            self._leaves = True  # the thread may be in a slow store until the group is gone
             self.end()
             self._say_gone(reason)
 
@@ -216,7 +217,7 @@ class Watchdog(GroupObserver):
                 looks += 1
                 if looks % ROLL_CALL_TICKS == 0:
                     self._roll_call.look(time.monotonic())
-        if not self.of_current_group:
+        if not (self._leaves or self.of_current_group):
             self._say_gone("has destroyed the process group")
 
     def _look(self, waiting: CollectiveRecord) -> bool:

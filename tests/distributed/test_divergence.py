@@ -5,6 +5,7 @@ of their own for each call, with the default time-out of ten minutes: whoever ha
 """
 
 import contextlib
+import threading
 import time
 from unittest import mock
 
@@ -128,6 +129,21 @@ def test_a_group_that_the_program_has_destroyed_leaves_no_thread(monkeypatch, en
         assert observers.present() is not dog
     assert not dog._thread.is_alive()
     assert StoreMailbox("dogs", store, 1, 2).gone()[0].reason == "has destroyed the process group"
+
+
+def test_the_last_word_of_a_rank_that_leaves_is_its_own(monkeypatch):
+    """Its thread may be in a slow store until the group is gone."""
+    store, asked, answers, world = dist.HashStore(), threading.Event(), threading.Event(), Group()
+    monkeypatch.setattr(flight_recorder, "world_group", lambda: world)
+    monkeypatch.setattr(desync_watchdog, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(desync_watchdog.RollCall, "look", lambda *_: (asked.set(), answers.wait()))
+    dog = Watchdog(StoreMailbox("dogs", store, 0, 2))
+    assert asked.wait(10)
+    dog.leave("has left the process group")
+    world = None
+    answers.set()
+    dog._thread.join(10)
+    assert StoreMailbox("dogs", store, 1, 2).gone()[0].reason == "has left the process group"
 
 
 def test_an_old_post_is_no_waiting_rank():
