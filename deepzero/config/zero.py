@@ -112,7 +112,8 @@ class QuantizationConfig(Section):
     min_gradient_snr_db: float | Literal["never"] | None = None
     """The same for its gradients. None: 20 for 8 bits, 3 for 4."""
     kernel: Literal["auto", "plain", "compiled"] = "auto"
-    """compiled: by ``torch.compile``, on GPUs by Triton; auto: where there is a compiler, and enough to do."""
+    """compiled: by ``torch.compile``, on GPUs by Triton, up to a ``block_size`` of 16,384: wider is an error there.
+    auto: compiled where there is a compiler, enough to do, and no such width."""
 
     def _check(self) -> None:
         for name in ("weight_bits", "gradient_bits"):
