@@ -1,7 +1,7 @@
 """The process group: joining it, leaving it, and small talk between ranks (Python objects, not tensors).
 
-``deepzero.initialize`` joins by itself when nobody has: with torchrun's environment variables where they are set, else
-as a world of one rank, so that a script runs unchanged on a laptop without a launcher.
+``deepzero.initialize`` joins by itself when nobody has: with torchrun's environment variables where they are set, or an
+MPI's, else as a world of one rank, so that a script runs unchanged on a laptop without a launcher.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from deepzero.comm import flight_recorder
 from deepzero.comm.flight_recorder import DepartedRank
-from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, behind_closed_doors, meet
+from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, behind_closed_doors, discover_mpi, meet
 from deepzero.device import accelerator, accelerator_of
 from deepzero.utils.errors import ConfigError
 from deepzero.utils.storage import as_bytes
@@ -159,14 +159,17 @@ def say_cpu(why: str) -> None:
         print(f"running on the CPU: {why}. DEEPZERO_DEVICE=cpu says that this is meant", file=sys.stderr, flush=True)
 
 
-def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0) -> None:
+def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0, mpi: bool = True) -> None:
     """Join the process group, and use this rank's GPU. Where the caller has joined one, do the second alone.
 
     Without a ``backend`` it is NCCL on GPUs and gloo on CPU. A collective that takes longer than the time-out raises.
+    ``mpi``: ask an MPI's variables where no launcher's are set.
 
     Raises:
         ConfigError: some but not all of the launcher's environment variables are set, or :func:`default_device`.
     """
+    if mpi and not is_initialized():
+        discover_mpi()
     device = default_device()
     accelerator_of(device).set_device(device)
     if device.type == "cpu" and os.environ.get("DEEPZERO_DEVICE") != "cpu" and (why := missing_gpu()):

@@ -36,6 +36,14 @@ STORE, JOINED = "store", "joined"
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.02
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MPI_PORT = 29500
+"""Where ranks of an MPI meet, where nothing says another port."""
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_MPI = [
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+]
+"""The same from Open MPI, and from MPICH and Intel MPI."""
 _OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Where Slurm's ``srun`` and MPIs say how many processes they have started."""
 
@@ -70,6 +78,32 @@ def behind_closed_doors() -> Iterator[None]:
             del os.environ[name]
             if value is not None:
                 os.environ[name] = value
+
+
+def discover_mpi(port: int | None = None, verbose: bool = True) -> None:
+    """Set a launcher's variables from those of an MPI, where this process is one of its ranks and has no others.
+
+    A ``port`` wins over ``MASTER_PORT``. One rank alone meets nobody: its variables, and with them a port, stay unset.
+
+    Raises:
+        ConfigError: the ranks may be on several machines, and ``MASTER_ADDR`` is not set.
+    """
+    for names in _MPI if "RANK" not in os.environ else ():
+        found = {ours: os.environ[name] for ours, name in zip(_RANKS, names, strict=True) if name in os.environ}
+        if not {"RANK", "WORLD_SIZE"} <= found.keys():
+            continue
+        if found["WORLD_SIZE"] == "1" and os.environ.keys().isdisjoint(_VARIABLES):
+            return
+        if found["WORLD_SIZE"] in ("1", found.get("LOCAL_WORLD_SIZE")):
+            found["MASTER_ADDR"] = LOOPBACK
+        elif "MASTER_ADDR" not in os.environ:
+            told = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+            raise ConfigError(f"ranks by MPI ({told}): set MASTER_ADDR to the name of the machine that rank 0 is on")
+        found["MASTER_PORT"] = str(port or os.environ.get("MASTER_PORT", MPI_PORT))
+        os.environ.update(found)
+        if verbose and found["RANK"] == "0":
+            print(f"ranks by MPI: {found}", flush=True)
+        return
 
 
 def meet(timeout: timedelta) -> tuple[dist.Store, int, int] | None:
@@ -132,9 +166,9 @@ def _refuse_several() -> None:
         if (told := os.environ.get(name, "1")).isdecimal() and int(told) > 1:
             raise ConfigError(
                 f"{name}={told}: this process is one of {told}, and nothing tells it {', '.join(_VARIABLES)}. Start "
-                "torchrun once on each machine, or set these for each rank; deepzero.init_distributed() reads those of "
-                "Open MPI, MPICH and Intel MPI. Where each is meant to be a run of its own, set RANK=0, WORLD_SIZE=1, "
-                "MASTER_ADDR=127.0.0.1 and MASTER_PORT=0"
+                "torchrun once on each machine, or mpirun of Open MPI, MPICH or Intel MPI, or set these for each rank. "
+                "Where each is meant to be a run of its own, set RANK=0, WORLD_SIZE=1, MASTER_ADDR=127.0.0.1, "
+                "MASTER_PORT=0 and LOCAL_RANK=$SLURM_LOCALID, or what else numbers it on its machine"
             )
 
 

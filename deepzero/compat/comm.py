@@ -20,7 +20,7 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 
 from deepzero.comm import _DEEPSPEEDS, collectives, flight_recorder, process_group
-from deepzero.comm.rendezvous import LOOPBACK, behind_closed_doors
+from deepzero.comm.rendezvous import behind_closed_doors, discover_mpi
 from deepzero.compat.utilities import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from deepzero.config.deepspeed_json import read_mapping
 from deepzero.runtime.zero.overlap_param_gather import end_all, wait_for_all
@@ -39,12 +39,6 @@ _RENAMED = {
     "reduce_scatter_tensor": collectives.REDUCE_SCATTER,
 }
 """DeepSpeed's name → torch's."""
-_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_MPI = [
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-]
-"""The same from Open MPI, and from MPICH and Intel MPI."""
 
 
 def init_distributed(
@@ -60,7 +54,7 @@ def init_distributed(
         dist_backend: None: NCCL on GPUs, gloo on CPU.
         auto_mpi_discovery: without a launcher's variables take those of Open MPI, MPICH or Intel MPI. Their ranks have
             to be on one machine, or ``MASTER_ADDR`` names rank 0's.
-        distributed_port: where such ranks meet.
+        distributed_port: where such ranks meet; the default one yields to ``MASTER_PORT``.
         verbose: print on rank 0 what was discovered.
         timeout: of every collective; the default is ten minutes, or ``DEEPSPEED_TIMEOUT`` minutes.
         init_method: ``env://``, which is the default, ``tcp://address:port`` or ``file://path``.
@@ -93,7 +87,7 @@ def init_distributed(
         raise ConfigError("dist_init_required=False, but this process has joined no process group")
     if not is_initialized():
         if auto_mpi_discovery and rank < 0:
-            discover_mpi(distributed_port, verbose)
+            discover_mpi(None if distributed_port == TORCH_DISTRIBUTED_DEFAULT_PORT else distributed_port, verbose)
         given = {"RANK": rank, "WORLD_SIZE": world_size}
         os.environ.update({name: str(value) for name, value in given.items() if value >= 0})
         place = urlparse(init_method or "env://")
@@ -104,24 +98,7 @@ def init_distributed(
             with behind_closed_doors():
                 dist.init_process_group(backend, init_method, timeout, world_size, rank)
             flight_recorder.observer()  # this rank answers when others ask where it is
-    process_group.init_distributed(dist_backend, timeout.total_seconds())
-
-
-def discover_mpi(port: int, verbose: bool = True) -> None:
-    """Set a launcher's variables from those of an MPI, where this process is one of its ranks and has no others."""
-    for names in _MPI if "RANK" not in os.environ else ():
-        found = {ours: os.environ[name] for ours, name in zip(_RANKS, names, strict=True) if name in os.environ}
-        if "RANK" in found:
-            if found["WORLD_SIZE"] in ("1", found.get("LOCAL_WORLD_SIZE")):
-                found["MASTER_ADDR"] = LOOPBACK
-            elif "MASTER_ADDR" not in os.environ:
-                told = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
-                raise ConfigError(
-                    f"ranks by MPI ({told}): set MASTER_ADDR to the name of the machine that rank 0 is on"
-                )
-            os.environ.update({"MASTER_PORT": str(port), **found})
-            if verbose and found["RANK"] == "0":
-                print(f"ranks by MPI: {found}", flush=True)
+    process_group.init_distributed(dist_backend, timeout.total_seconds(), mpi=auto_mpi_discovery)
 
 
 def configure(deepspeed_config: Any = None, enabled: bool | None = None, **details: Any) -> None:

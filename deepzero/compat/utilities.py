@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepzero.comm import process_group
 from deepzero.comm.flight_recorder import world_group
+from deepzero.comm.rendezvous import MPI_PORT
 from deepzero.compat.accelerator import get_accelerator
 from deepzero.compat.import_paths import VERSION
 from deepzero.config.deepspeed_json import load_block
@@ -34,7 +35,7 @@ from deepzero.utils.formatting import binary_bytes
 __version_major__, __version_minor__, __version_patch__ = map(int, VERSION.split("."))
 HAS_TRITON = False
 MIN_SWAPPABLE_BYTES = 2**20
-TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+TORCH_DISTRIBUTED_DEFAULT_PORT = MPI_PORT
 default_pg_timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
 """How long a collective may take; minutes in the environment, as there."""
 _BUILT_FOR = {"version": torch.__version__, "cuda_version": torch.version.cuda, "hip_version": torch.version.hip}

@@ -18,13 +18,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from deepzero.comm import process_group
+from deepzero.comm.rendezvous import discover_mpi
 from deepzero.comm.simulated_streams import simulate_streams
 from deepzero.comm.topology import check_ranks
-from deepzero.compat.comm import discover_mpi
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.compat.engine_batches import refuse_stream
 from deepzero.compat.optimizer_names import NoOptimizer
-from deepzero.compat.utilities import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepzero.config.deepspeed_json import in_json_words, load_engine_config
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
@@ -187,7 +186,7 @@ def _join(required: bool | None, port: int | None, timeout: float) -> None:
     if port is not None and "WORLD_SIZE" in os.environ:
         os.environ.setdefault("MASTER_PORT", str(port))
     if not process_group.is_initialized():
-        discover_mpi(port or TORCH_DISTRIBUTED_DEFAULT_PORT)
+        discover_mpi(port)
     process_group.init_distributed(timeout_seconds=timeout)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import deepzero
-from deepzero.comm import process_group
+from deepzero.comm import process_group, rendezvous
 from deepzero.compat import accelerator, comm, utilities
 from deepzero.config.strict import ConfigError
 
@@ -28,6 +28,8 @@ def joined(rank, world, settings, variables):
         os.environ.update({name: value.format(rank=rank, world=world) for name, value in variables.items()})
         given = {"rank": rank, "world_size": world} if "init_method" in settings else {}
         if "config" in settings:
+            if "MASTER_PORT" in variables:
+                deepzero.zero.Init(config={**settings["config"], "zero_optimization": {"stage": 3}})
             deepzero.initialize(model=torch.nn.Linear(1, 1), **settings)
         else:
             deepzero.init_distributed("gloo", timeout=timedelta(seconds=60), **settings, **given)
@@ -69,7 +71,7 @@ def collectives(rank, world):
     return whole.tolist(), mine.item(), ones.tolist(), words[0], words[1]["two"].item()
 
 
-@pytest.mark.parametrize("way", ["file", "tcp", "openmpi", "initialize"])
+@pytest.mark.parametrize("way", ["file", "tcp", "openmpi", "initialize", "zero.Init"])
 def test_ways_to_join(ranks, tmp_path, way):
     import socket
 
@@ -82,9 +84,29 @@ def test_ways_to_join(ranks, tmp_path, way):
         "tcp": ({"init_method": f"tcp://127.0.0.1:{port}"}, {"LOCAL_RANK": "{rank}"}),
         "openmpi": ({"distributed_port": port, "verbose": False}, mpi),
         "initialize": ({"distributed_port": port, "config": {"train_batch_size": 3}}, mpi),
+        "zero.Init": ({"config": {"train_batch_size": 3}}, {**mpi, "MASTER_PORT": str(port)}),
     }[way]
     done = ranks.run(joined, settings, variables, world_size=3, process_group=False)
     assert done == [(True, ([1.0, 2.0, 3.0], 3.0, [6.0] * 3, 1, 2))] * 3
+
+
+@pytest.mark.parametrize(("variables", "port", "told"), [
+    ("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1", None, ""),
+    ("PMI_RANK=0", None, ""),
+    ("PMI_RANK=1 PMI_SIZE=2 MASTER_ADDR=a", None, "MASTER_ADDR=a MASTER_PORT=29500 RANK=1 WORLD_SIZE=2"),
+    ("PMI_RANK=1 PMI_SIZE=2 MASTER_ADDR=a MASTER_PORT=7", None, "MASTER_ADDR=a MASTER_PORT=7 RANK=1 WORLD_SIZE=2"),
+    ("PMI_RANK=1 PMI_SIZE=2 MASTER_ADDR=a MASTER_PORT=7", 8, "MASTER_ADDR=a MASTER_PORT=8 RANK=1 WORLD_SIZE=2"),
+    ("PMI_RANK=0 PMI_SIZE=1 MASTER_ADDR=a MASTER_PORT=7", None,
+     "MASTER_ADDR=127.0.0.1 MASTER_PORT=7 RANK=0 WORLD_SIZE=1"),
+    ("OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 PMI_RANK=0 PMI_SIZE=2 MASTER_ADDR=a", 8,
+     "MASTER_ADDR=a MASTER_PORT=8 RANK=3 WORLD_SIZE=4"),
+])  # fmt: skip
+def test_what_an_mpi_tells(monkeypatch, variables, port, told):
+    """One process alone listens at no port; mpirun's word goes before that of the srun which started it."""
+    environment = dict(variable.split("=") for variable in variables.split())
+    monkeypatch.setattr(os, "environ", environment)
+    rendezvous.discover_mpi(port, verbose=False)
+    assert " ".join(f"{name}={environment[name]}" for name in sorted(RANKS) if name in environment) == told
 
 
 @pytest.mark.parametrize(("variables", "words"), [
