@@ -52,15 +52,16 @@ def whole_state_dict(model: nn.Module, with_frozen: bool = True, on_cpu_of_rank_
     state, names, mine = model.state_dict(), dict[nn.Parameter, list[str]](), process_group.rank() == 0
     # Hooks of the model may have given an entry another name than its parameter's (checkpoint_wrapper's do), or values
     # of their own. So a parameter's entry is known by its record, or by the memory that it shows.
-    params = {_identity(param): param for param in model.parameters()}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}  # some may lie in a parameter's memory
+    params = {_identity(param): param for param in named.values()}
     for name, value in list(state.items()):
-        param = params.get(_identity(value))
-        if param is None:
-            continue
-        if not with_frozen and not param.requires_grad:
+        param = params.get(_identity(value)) if name not in buffers else None
+        if not with_frozen and not getattr(param if param is not None else named.get(name), "requires_grad", True):
             del state[name]
             continue
-        names.setdefault(param, []).append(name)  # several if it is tied: one tensor under all of them
+        if param is not None:
+            names.setdefault(param, []).append(name)  # several if it is tied: one tensor under all of them
     for whole, its_names in zip(gathered_in_turn(names), names.values(), strict=True):
         device = whole.device if not on_cpu_of_rank_0 else "cpu" if mine else "meta"
         state |= dict.fromkeys(its_names, whole.detach().to(device, copy=True))

@@ -256,6 +256,8 @@ def test_copies_and_moves_behind_the_context(rank, world):
     assert torch.equal(after["0.0.weight"], before["0.weight"]) and not (after["1.0.weight"] == 3.0).any()
     with pytest.raises(PartitionedUseError, match="cannot be copied"):
         copy.deepcopy(both)
+    with pytest.raises(PartitionedUseError, match=r"cannot be used \(cpu\)"):  # of an alias values are asked for
+        layer[0].weight.detach().cpu()
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -455,6 +457,7 @@ def test_loading_saving_and_destroying(rank, world):
         model = make_model(9)
         model.blocks[0] = checkpoint_wrapper(model.blocks[0])  # its hooks give entries of a state_dict other names
         list(model.blocks[0].parameters())[-1].requires_grad_(False)
+        model.norm.bias.requires_grad_(False)  # a hook changes its entry below
         frozen = [name for name, value in model.state_dict(keep_vars=True).items() if not value.requires_grad]
         model.register_state_dict_post_hook(lambda _, state, *__: state.update({k: v.data for k, v in state.items()}))
         double = lambda _, state, *__: state.update({"norm.bias": state["norm.bias"] * 2})

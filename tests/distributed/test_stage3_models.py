@@ -307,6 +307,8 @@ def test_a_copy_of_a_live_model_fetches_nothing(rank, world, kind):
         engine.step()
     for param, other in zip(reference.parameters(), plain.parameters(), strict=True):
         assert type(param) is nn.Parameter and (other.grad is None or torch.equal(param.grad, other.grad))
+    with torch.no_grad():  # one that shares parameters is the model itself
+        assert torch.equal(copy.copy(engine.module)(batch(0, rank), *given), engine(batch(0, rank), *given))
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -184,9 +184,15 @@ MOVES = frozenset({SET_DATA, *(getattr(torch.Tensor, name) for name in _MOVES)})
 
 
 def changes_nothing(func: Any, at: torch.Tensor, /, *args: Any, **kwargs: Any) -> bool:
-    """Whether ``func``, one of ``MOVES``, would give back ``at`` itself, or is given it for its own ``.data``."""
+    """Whether ``func``, one of ``MOVES``, would give back ``at`` itself, or is given it for its own ``.data``.
+
+    Not of an alias (``param.detach()``): there its values are asked for.
+    """
     if func == SET_DATA:
         return args[0] is at
+    record = getattr(at, "_record", None)
+    if record is not None and not any(at is param for param in record.placed()[0].params):
+        return False
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty([0] * at.dim(), dtype=at.dtype, device=at.device)  # as in _apply
         return func(probe, *args, **kwargs) is probe

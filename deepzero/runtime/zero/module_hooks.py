@@ -133,7 +133,7 @@ class ModuleHooks:
         @never_compiled
         def pre_forward(module: nn.Module, args: Any, kwargs: Any = None) -> None:
             """1 fetch: the module's parameters are gathered before it runs."""
-            if module is not of:  # a copy of it, with parameters of its own: copy.deepcopy takes hooks along
+            if module is not of and not any(isinstance(p, ZeroParameter) for p in module.parameters()):  # a deep copy
                 return
             if not self._stack:  # this is the outermost module, and a forward pass begins
                 coordinator.begin_forward()
@@ -159,11 +159,11 @@ class ModuleHooks:
         @never_compiled
         def post_forward(module: nn.Module, args: Any, output: Any) -> None:
             """The module is over, or has raised. What it used is released by the next fetch."""
-            if as_one and module is of:
-                self._fetch_for_backward(self._keys_with(params, external_parameters(module)), name, output)
             # Nothing to leave where our pre-hook did not run, as another pre-hook raised before it.
             if not self._stack or self._stack[-1][0] is not module:
                 return
+            if as_one:
+                self._fetch_for_backward(self._keys_with(params, external_parameters(module)), name, output)
             trail.position = after[in_backward()]  # for the messages of ranks that fall apart
             self._leave()
 

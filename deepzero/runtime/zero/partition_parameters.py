@@ -144,8 +144,10 @@ class ZeroParameter(nn.Parameter):
         self.__class__ = PartitionedParameter
 
     def __deepcopy__(self, memo: Any) -> Any:
-        if self._record.placed()[0].key == INIT_KEY and (Init.entered or isinstance(self, PartitionedParameter)):
-            return memo.setdefault(id(self), (Init.entered or [Init()])[0]._copy(self))  # cut as well
+        bucket = self._record.bucket  # None: persistent
+        if bucket is not None and bucket.key == INIT_KEY and (Init.entered or isinstance(self, PartitionedParameter)):
+            init = Init.entered[0] if Init.entered else Init(remote_device={"cpu": "cpu"}.get(bucket.shard.device.type))
+            return memo.setdefault(id(self), init._copy(self))  # cut as well
         if isinstance(self, PartitionedParameter):  # a copy would be a placeholder that belongs to no bucket
             raise guards.use_error(self._record, "copied")
         return memo.setdefault(id(self), nn.Parameter(self.data.clone(), self.requires_grad))
@@ -162,7 +164,7 @@ class PersistentParameter(nn.Parameter):
     _record: ParamRecord
     ds_persist, ds_status = True, ZeroParamStatus.AVAILABLE
     ds_id, ds_numel, ds_shape = ZeroParameter.ds_id, ZeroParameter.ds_numel, ZeroParameter.ds_shape
-    __reduce_ex__ = ZeroParameter.__reduce_ex__
+    __deepcopy__, __reduce_ex__ = ZeroParameter.__deepcopy__, ZeroParameter.__reduce_ex__
 
     @property
     def ds_tensor(self) -> Tensor:
@@ -172,9 +174,6 @@ class PersistentParameter(nn.Parameter):
             return self.detach().reshape(-1)
         mine = group.fragment_and_master(slot.index)
         return group.param_fragment(mine[0]) if mine is not None else group.flat_P[:0]
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return memo.setdefault(id(self), nn.Parameter(self.data.clone(), self.requires_grad))
 
 
 class PartitionedParameter(ZeroParameter):
