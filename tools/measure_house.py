@@ -30,7 +30,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/runtime": (4_849, 3050),
     "deepzero/runtime/zero": (5_869, 4550),
     "deepzero/offload": (3_594, 2500),
-    "deepzero/checkpoint": (3_716, 2610),
+    "deepzero/checkpoint": (3_784, 2610),
     "deepzero/launch": (718, 650),
     "deepzero/health": (649, 560),
     "deepzero/monitor": (2495, 1600),
@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (515, 400),
     "deepzero/training": (1_002, 380),
     "deepzero/compat": (3_354, 1200),
-    "deepzero": (38_875, 23_500),
+    "deepzero": (38_943, 23_500),
     "tools": (5863, 2700),
     "tools/book": (1084, 1000),
     "examples": (764, 700),
-    "tests": (32_365, 17_000),
+    "tests": (32_427, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

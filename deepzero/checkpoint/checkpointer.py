@@ -51,6 +51,8 @@ class Checkpointer:
         self.engine, self.formats = engine, (read_foreign, *formats)
         self.saver = Saver(engine.comm.device, engine.config.comm.save_timeout_seconds)
         self._weights_alone = False  # the engine's mixture is of a load without optimizer states
+        self._given: set[str] | None = None  # keys of the optimizer's groups before this engine's first step
+        self._from_steps: set[str] = set()
         engine.callbacks.preconditions.append(self.check_loaded)
         # A program that ends just after an asynchronous save has its checkpoint. Weakly: what is left to be done at
         # the program's end must not keep an engine in memory until then.
@@ -61,11 +63,16 @@ class Checkpointer:
         """Raise when a step or a load broke off half-way, unless ``call`` loads another state."""
         if (why := self.engine.state.mixture) is not None and not call.startswith("load_"):
             raise CheckpointError(f"{why}: the engine holds a mixture of two states. Load another one, or start again")
+        if call == "engine.step()" and self._given is None:
+            self._given = self._group_keys() - self._from_steps
         # Of what a step meets all ranks learn at its boundary; one that raised before it would let the others wait.
         step = call in ("backward", "engine.step()") or (call == "forward" and torch.is_grad_enabled())
         problem = self.engine.zero.offload.problem() if self.engine.zero.offload is not None else None
         if problem is not None and not step and not call.startswith("load_"):
             raise problem
+
+    def _group_keys(self) -> set[str]:
+        return {key for group in self.engine.optimizer.param_groups for key in group}
 
     def holdings(self) -> EngineState:
         """The engine's model state, as a checkpoint stores it."""
@@ -73,7 +80,10 @@ class Checkpointer:
         if engine.state.destroyed:
             raise CheckpointError("the engine was destroyed; give the model to deepzero.initialize again")
         frozen = zero.stage3.frozen_groups if zero.stage3 is not None else []
-        return EngineState(engine.module, engine.optimizer, zero.groups, frozen, engine.comm, zero.dtypes.compute)
+        if self._given is not None:
+            self._from_steps |= self._group_keys() - self._given - {"initial_lr"}  # which a schedule puts there
+        compute = zero.dtypes.compute
+        return EngineState(engine.module, engine.optimizer, zero.groups, frozen, engine.comm, compute, self._from_steps)
 
     # ---- save --------------------------------------------------------------------------------------------------------
 

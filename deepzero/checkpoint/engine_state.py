@@ -8,11 +8,13 @@ and its first half is here: from an engine to the plan of a shard and the facts 
 from __future__ import annotations
 
 import hashlib
+import logging
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ import torch
 from torch import nn
 
 from deepzero.checkpoint import rng
-from deepzero.checkpoint.errors import CheckpointError, together
+from deepzero.checkpoint.errors import CheckpointError, reason, together
 from deepzero.checkpoint.json_codec import DTYPES, encode
 from deepzero.checkpoint.manifest import (
     BUFFER,
@@ -41,6 +43,8 @@ from deepzero.comm.collectives import Communicator
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 from deepzero.version import __version__
+
+log = logging.getLogger(__name__)
 
 
 def plain_name(name: str) -> str:
@@ -88,6 +92,8 @@ class EngineState:
     """Groups of partitioned parameters that are not trained."""
     comm: Communicator
     compute_dtype: torch.dtype
+    from_steps: set[str]
+    """Keys that steps, of this run or of one that was loaded, have put into the optimizer's groups."""
 
     def masters(self, group: ParamGroup) -> dict[int, torch.Tensor]:
         """The masters that this rank holds of one group, by the parameter's index in it."""
@@ -230,9 +236,7 @@ def collect(
             if callable(getattr(lr_scheduler, "state_dict", None)):
                 state = encode(lr_scheduler.state_dict(), "lr_scheduler", tensors)
                 schedule = {"class": class_name(lr_scheduler), "state": state}
-        # What a class adds in its state_dict() to torch's two entries, which are stored by parameter and by group.
-        added = {key: v for key, v in holdings.optimizer.state_dict().items() if key not in ("state", "param_groups")}
-        own_state = _plain(added, "the optimizer's state_dict()")
+        added = _added(holdings)
         rng_tensors, rng_numbers = rng.capture(comm.device)
         trained, scalars = _trained(holdings, own := dict[str, torch.Tensor]())
         entries += trained + (_untrained(holdings) if with_frozen else [])
@@ -248,12 +252,14 @@ def collect(
             dtypes.setdefault(name, {})[key] = dtype
     states = {name: state for _, theirs, *_ in reversed(everyone) for name, state in theirs.items()}
     versions = {"deepzero": __version__, "torch": torch.__version__, "numpy": np.__version__}
-    groups: list[dict[str, Any]] = [{} for _ in holdings.optimizer.param_groups]
-    for number, group in enumerate(holdings.optimizer.param_groups):
-        for key in [key for key in group if key != "params"]:
-            # Numbers that are tensors (a capturable learning rate) as numbers.
-            value = group[key].item() if torch.is_tensor(group[key]) and group[key].numel() == 1 else group[key]
-            groups[number][key] = _plain(value, f"optimizer group {number}, {key!r}")
+    groups = [
+        {
+            key: _setting(holdings, key, v, f"optimizer group {n}, {key!r}")
+            for key, v in group.items()
+            if key != "params"
+        }
+        for n, group in enumerate(holdings.optimizer.param_groups)
+    ]
     manifest = Manifest(
         **facts,
         written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -274,7 +280,12 @@ def collect(
             }
             for group in (*holdings.groups, *holdings.frozen)
         ],
-        optimizer={"class": class_name(holdings.optimizer), "groups": groups, "own": own_state},
+        optimizer={
+            "class": class_name(holdings.optimizer),
+            "groups": groups,
+            "from_steps": sorted(holdings.from_steps),
+            "own": added,
+        },
         lr_scheduler=schedule,
         client_state=encoded_client,
         rng_numbers=[numbers for _, _, numbers, _ in everyone],
@@ -339,10 +350,44 @@ def _plain(value: Any, where: str) -> Any:
     tensors: dict[str, torch.Tensor] = {}
     encoded = encode(value, where, tensors)
     if tensors:
-        raise CheckpointError(
-            f"{next(iter(tensors))} is a tensor inside of a list or a dictionary, which cannot be saved"
-        )
+        raise CheckpointError(f"{next(iter(tensors))} is a tensor inside of a list; such a setting cannot be saved")
     return encoded
+
+
+def _setting(holdings: EngineState, key: str, value: Any, where: str) -> Any:
+    """A group's. A number that is a tensor (a capturable rate) goes as a number; one of the steps' has its dtype."""
+    if torch.is_tensor(value) and value.numel() == 1:
+        if key in holdings.from_steps and value.dtype in DTYPES:
+            return {**_scalar(value, where, {}), "device": value.device.type}
+        value = value.item()
+    return _plain(value, where) if torch.is_tensor(value) else _scalar(value, where, {})
+
+
+def _added(holdings: EngineState) -> Any:
+    """What a class, or a hook, adds in ``state_dict()`` to torch's two entries, which are stored in other places.
+
+    All of it or, with a warning, nothing: a tensor may be of a shard, which no other number of ranks could take.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        whole = holdings.optimizer.state_dict().items()
+        added = {key: value for key, value in whole if key not in ("state", "param_groups")}
+        encoded = encode(added, "the optimizer's state_dict()", tensors)
+        if tensors:
+            raise CheckpointError(f"{next(iter(tensors))} is a tensor, which may be of this rank's shard alone")
+    except Exception as error:  # a class of the caller's may raise anything; the rest can be saved
+        if holdings.comm.rank == 0:
+            _say_once(
+                "what the optimizer's state_dict() has besides 'state' and 'param_groups' is not saved, all else is; "
+                f"a run that loads the checkpoint keeps its own: {reason(error)}"
+            )
+        return {}
+    return encoded
+
+
+@cache
+def _say_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 def _parameters(

@@ -290,15 +290,17 @@ class Loader:
                         else:
                             _set_scalar(state, key, encoded)
         changed, kept, counters = [], self.manifest.optimizer, self.manifest.counters
-        alike = kept["class"] in ("", class_name(optimizer))
+        alike, here = kept["class"] == class_name(optimizer), self.holdings.from_steps
+        from_steps = set(kept.get("from_steps", ())) - _IMPLEMENTATION if alike else set()
         for live, saved in zip(optimizer.param_groups, kept["groups"], strict=True):
-            if alike:  # what steps put into a group, as some classes count them, is state: it comes back, or goes
-                for key in saved.keys() - live.keys() - _IMPLEMENTATION - {"initial_lr"}:
-                    live[key] = decode(saved[key], {})
-                if counters["global_steps"] == counters["skipped_steps"]:
-                    for key in live.keys() - saved.keys() - optimizer.defaults.keys() - {"params", "initial_lr"}:
-                        del live[key]
-            for key in [key for key in saved if key in live and key not in _IMPLEMENTATION]:
+            # What steps put into a group, as some classes count them, is state: it comes back, or goes.
+            for key in from_steps & saved.keys():
+                device = saved[key].get("device", "cpu") if isinstance(saved[key], dict) else "cpu"
+                _set_scalar(live, key, saved[key], device if device == "cpu" else self.holdings.comm.device)
+            if alike and counters["global_steps"] == counters["skipped_steps"]:
+                for key in here - saved.keys():
+                    live.pop(key, None)
+            for key in [key for key in saved if key in live and key not in _IMPLEMENTATION | from_steps]:
                 value = decode(saved[key], {})
                 if torch.is_tensor(live[key]):
                     live[key].fill_(value)
@@ -306,14 +308,19 @@ class Loader:
                 if live[key] != value and key not in ("lr", "initial_lr"):
                     changed.append(f"{key}={value} instead of {live[key]}")
                 live[key] = value
+        here |= from_steps
         if changed and self._rank == 0:
             log.warning("the optimizer goes on with the checkpoint's %s", ", ".join(changed))
         if alike and (own := decode(kept.get("own"), {})):
-            # By the class's own method, of this alone: what was filled in place is not replaced by copies.
+            # By the class's own method, which gets back what was filled in place where torch would set copies.
             filled = {key: getattr(optimizer, key) for key in ("state", "param_groups")}
+            for master in [master for master, state in optimizer.state.items() if not state]:
+                del optimizer.state[master]  # which looking for it has made
+            vars(optimizer)["__setstate__"] = lambda _: type(optimizer).__setstate__(optimizer, dict(filled))
             try:
-                optimizer.load_state_dict(optimizer.state_dict() | {"state": {}} | own)
+                optimizer.load_state_dict(optimizer.state_dict() | own)
             finally:
+                del vars(optimizer)["__setstate__"]
                 vars(optimizer).update(filled)
 
     def restore_rng(self) -> None:
@@ -334,12 +341,12 @@ class Loader:
         return process_group.broadcast_object(value) if tensor_names(encoded) else decode(encoded, {})
 
 
-def _set_scalar(state: dict[str, Any], key: str, encoded: Any) -> None:
+def _set_scalar(state: dict[str, Any], key: str, encoded: Any, device: torch.device | str = "cpu") -> None:
     if not (isinstance(encoded, dict) and "dtype" in encoded):
         state[key] = decode(encoded, {})
         return
     dtype = TORCH_DTYPES[encoded["dtype"]]
-    value = torch.full(encoded["shape"], decode(encoded["value"], {}), dtype=dtype, device="cpu")
+    value = torch.full(encoded["shape"], decode(encoded["value"], {}), dtype=dtype, device=device)
     if torch.is_tensor(state.get(key)):
         state[key].copy_(value)
     else:

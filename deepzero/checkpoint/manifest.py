@@ -420,13 +420,17 @@ def _check_parameters(manifest: Manifest) -> None:
         _check_fields(info, f"parameter {name!r}")
         _need(info.dtype in ITEMSIZE, f"parameter {name!r} has dtype {info.dtype!r}")
         for key, encoded in info.state.items():
-            what, value = f"{key!r} of parameter {name!r}", encoded
-            if isinstance(encoded, dict) and "dtype" in encoded:
-                _need(encoded["dtype"] in ITEMSIZE, f"{what} has dtype {encoded['dtype']!r}")
-                _need(_numel_of(encoded["shape"], what) == 1, f"{what} has shape {encoded['shape']}")
-                value = encoded["value"]
-            number = decode(value, _ANY_TENSORS)
-            _need(value is encoded or isinstance(number, (bool, int, float)), f"{what} is {number!r}")
+            _check_scalar(encoded, f"{key!r} of parameter {name!r}")
+
+
+def _check_scalar(encoded: Any, what: str) -> None:
+    value = encoded
+    if isinstance(encoded, dict) and "dtype" in encoded:
+        _need(encoded["dtype"] in ITEMSIZE, f"{what} has dtype {encoded['dtype']!r}")
+        _need(_numel_of(encoded["shape"], what) == 1, f"{what} has shape {encoded['shape']}")
+        value = encoded["value"]
+    number = decode(value, _ANY_TENSORS)
+    _need(value is encoded or isinstance(number, (bool, int, float)), f"{what} is {number!r}")
 
 
 def _check_values(manifest: Manifest) -> None:
@@ -440,8 +444,10 @@ def _check_values(manifest: Manifest) -> None:
     for what, kept in (("optimizer", manifest.optimizer), ("schedule", manifest.lr_scheduler)):
         _need(kept is None or isinstance(kept["class"], str), f"the {what}'s class is {kept and kept['class']!r}")
     for group in (*manifest.optimizer["groups"], {"own": manifest.optimizer.get("own")}):
-        for encoded in group.values():
+        for key, encoded in group.items():
             decode(encoded, {})
+            if key in manifest.optimizer.get("from_steps", ()):
+                _check_scalar(encoded, f"{key!r} of a group of the optimizer")
     for encoded in (manifest.client_state, manifest.lr_scheduler and manifest.lr_scheduler["state"]):
         decode(encoded, _ANY_TENSORS)
 

@@ -108,16 +108,36 @@ class Counts(torch.optim.Optimizer):
         self.taken += 1
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
+            group.setdefault("count", torch.zeros((), dtype=torch.int32)).add_(1)
             for param in group["params"]:
                 if param.grad is not None:
-                    param.sub_(param.grad, alpha=group["lr"] / (self.taken + group["step"] ** 2))
+                    self.state[param]["seen"] = param.grad.clone()
+                    param.sub_(
+                        param.grad, alpha=group["lr"] / (self.taken + group["step"] ** 2 + group["count"].item())
+                    )
 
     def state_dict(self):
         return super().state_dict() | {"taken": self.taken}
 
     def load_state_dict(self, state_dict):
         self.taken = state_dict["taken"]
+        assert all("seen" in state for state in state_dict["state"].values()) and (
+            state_dict["state"] or not self.taken
+        )
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self.first = self.param_groups[0]
+
+
+class Adds(torch.optim.SGD):
+    """Adds to its state dict what no checkpoint can hold."""
+
+    def __init__(self, params, value, **given):
+        super().__init__(params, lr=0.1)
+        self.value = value
+        self.param_groups[0].update(given)
+
+    def state_dict(self):
+        return super().state_dict() | {"taken": 3, "kept": [self.value]}
 
 
 def two_groups(model, turned=False):
@@ -253,6 +273,48 @@ def test_resumed_to_the_bit(rank, world, tmp_path, what, stage):
     assert (go(engine, rank, world, 4), everything(engine)) == (rest, at_four)
     buffers = process_group.all_gather_object(at_two[2])
     assert what != "normed" or buffers[0] != buffers[1], "statistics that are each rank's own"
+
+
+@on_ranks(1)
+def test_what_an_optimizer_has_besides_torch(rank, world, tmp_path):
+    """It ends no save and no load; and what a program gave its groups is the program's, not the checkpoint's."""
+
+    def build_with(make, **more):
+        made = make_model()
+        settings = {key: value for key, value in config(stage=2, bucket=900).items() if key != "optimizer"}
+        return deepzero.initialize(model=made, optimizer=make(made.parameters()), config=settings, **more)[0]
+
+    def fails(*_):
+        raise NotImplementedError("no state dict")
+
+    for value, why in (
+        (torch.ones(2), "['kept'][0] is a tensor"),
+        (object(), "is a builtins.object"),
+        (None, "no state"),
+    ):
+        engine = build_with(lambda params, value=value: Adds(params, value, lr_mult=0.1))
+        engine.optimizer.register_state_dict_post_hook(fails if value is None else lambda *_: None)
+        with log_lines() as messages:
+            engine.save_checkpoint(tmp_path, tag="first")
+            go(engine, rank, world, 1)
+            engine.save_checkpoint(tmp_path)
+        assert [why in m for m in messages if "is not saved, all else is" in m] == [True], messages
+        other = build_with(lambda params, value=value: Adds(params, value, name="all"))
+        other.load_checkpoint(tmp_path)
+        assert [(g.get("lr_mult"), g["name"]) for g in other.optimizer.param_groups] == [(None, "all")]
+        assert other.params_sha256() == engine.params_sha256()
+    other = build_with(lambda params: Adds(params, 1, name="all"), lr_scheduler=SCHEDULES["OneCycleLR"])
+    for _ in range(2):  # before a step, and after one
+        other.load_checkpoint(tmp_path, "first", load_lr_scheduler_states=False)
+        go(other, rank, world, 1)
+        assert other.optimizer.param_groups[0]["name"] == "all"
+    counting = build_with(Counts)
+    go(counting, rank, world, 2)
+    counting.save_checkpoint(tmp_path)
+    other = build_with(Counts)
+    other.load_checkpoint(tmp_path)
+    assert other.optimizer.first is other.optimizer.param_groups[0]
+    assert (other.optimizer.first["step"], other.optimizer.first["count"].dtype) == (2, torch.int32)
 
 
 @pytest.mark.parametrize(("stage",), sampled([(0,), (3,)], (0, 1, 2, 3)))
