@@ -119,6 +119,7 @@ def test_what_an_mpi_tells(monkeypatch, variables, port, told):
 ])  # fmt: skip
 def test_variables_that_cannot_be_used(monkeypatch, variables, words):
     """Several of them let a process wait for ranks that cannot come, or train alone without a word."""
+    process_group.shutdown()  # of another test, in this process
     for name in RANKS:
         monkeypatch.delenv(name, raising=False)
     if variables.startswith("WORLD_SIZE"):
