@@ -221,5 +221,5 @@ def _running(pid):
     """Alive, and not a zombie that waits for an init process to reap it."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
         return False
