@@ -159,17 +159,19 @@ def say_cpu(why: str) -> None:
         print(f"running on the CPU: {why}. DEEPZERO_DEVICE=cpu says that this is meant", file=sys.stderr, flush=True)
 
 
-def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0, mpi: bool = True) -> None:
+def init_distributed(
+    backend: str | None = None, timeout_seconds: float = 600.0, mpi: bool = True, port: int | None = None
+) -> None:
     """Join the process group, and use this rank's GPU. Where the caller has joined one, do the second alone.
 
     Without a ``backend`` it is NCCL on GPUs and gloo on CPU. A collective that takes longer than the time-out raises.
-    ``mpi``: ask an MPI's variables where no launcher's are set.
+    ``mpi``: ask an MPI's variables where no launcher's are set; its ranks meet at ``port``, if that is given.
 
     Raises:
         ConfigError: some but not all of the launcher's environment variables are set, or :func:`default_device`.
     """
     if mpi and not is_initialized():
-        discover_mpi()
+        discover_mpi(port)
     device = default_device()
     accelerator_of(device).set_device(device)
     if device.type == "cpu" and os.environ.get("DEEPZERO_DEVICE") != "cpu" and (why := missing_gpu()):

@@ -59,8 +59,8 @@ COMPILE_FROM = 1 << 23
 """Elements a step. Below, compiled code saves less than 2 ms (two cores), and compiling takes some ten seconds."""
 
 WIDEST_ON_GPU = 1 << 14
-"""Elements of a block for which there is a compiled kernel. It holds a block in registers; beyond, it spills, and takes
-minutes to compile."""
+"""Elements of the widest block that a GPU's compiled kernel takes. It holds a block in registers; one for wider blocks
+would spill, and take minutes to compile."""
 
 KERNELS = ("auto", "plain", "compiled")
 
@@ -182,9 +182,8 @@ class Quantizer:
         self.kernel = "compiled" if kernel == "compiled" else "plain"
         self.reason = "not prepared" if kernel == "auto" else "as asked for"
         self._plain: PlainKernel | DryRunKernel = PlainKernel()
-        self._compiled: dict[
-            tuple[str, torch.dtype, torch.device], CompiledKernel | TritonKernel
-        ] = {}  # by direction, too
+        # By direction, dtype and device.
+        self._compiled: dict[tuple[str, torch.dtype, torch.device], CompiledKernel | TritonKernel] = {}
 
     def prepare(self, numel: int, dtypes: Iterable[torch.dtype], device: torch.device | str = "cpu") -> None:
         """Decide on the kernel, and compile both directions, before training.

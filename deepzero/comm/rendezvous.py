@@ -44,7 +44,7 @@ _MPI = [
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 ]
 """The same from Open MPI, and from MPICH and Intel MPI."""
-_OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", *(names[1] for names in _MPI))
 """Where Slurm's ``srun`` and MPIs say how many processes they have started."""
 
 
@@ -131,10 +131,8 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int] | None:
         file = dist.FileStore(str(Path(folder) / STORE))
         file.set_timeout(timeout)
         return fresh(file, rank, world_size, timeout), rank, world_size  # a group was perhaps joined, and left, before
-    port, agents = (
-        _number("MASTER_PORT", int(world_size > 1), 1 << 16),
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
+    port = _number("MASTER_PORT", 1 if world_size > 1 else 0, 1 << 16)  # 0 is any port: nobody else looks for one rank
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared_by_attempts():
         store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world_size, is_master=False, timeout=timeout)
     elif not on_one_machine() or agents:

@@ -57,7 +57,8 @@ def whole_state_dict(model: nn.Module, with_frozen: bool = True, on_cpu_of_rank_
     params = {_identity(param): param for param in named.values()}
     for name, value in list(state.items()):
         param = params.get(_identity(value)) if name not in buffers else None
-        if not with_frozen and not getattr(param if param is not None else named.get(name), "requires_grad", True):
+        known = named.get(name) if param is None else param
+        if not with_frozen and known is not None and not known.requires_grad:
             del state[name]
             continue
         if param is not None:

@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from deepzero.comm import process_group
-from deepzero.comm.rendezvous import discover_mpi
 from deepzero.comm.simulated_streams import simulate_streams
 from deepzero.comm.topology import check_ranks
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
@@ -185,9 +184,7 @@ def _join(required: bool | None, port: int | None, timeout: float) -> None:
         raise ConfigError("dist_init_required=False, but this process has joined no process group; leave it out")
     if port is not None and "WORLD_SIZE" in os.environ:
         os.environ.setdefault("MASTER_PORT", str(port))
-    if not process_group.is_initialized():
-        discover_mpi(port)
-    process_group.init_distributed(timeout_seconds=timeout)
+    process_group.init_distributed(timeout_seconds=timeout, port=port)
 
 
 def given_config(config: Any, config_params: Any, args: Any) -> Any:

@@ -184,7 +184,7 @@ MOVES = frozenset({SET_DATA, *(getattr(torch.Tensor, name) for name in _MOVES)})
 
 
 def changes_nothing(func: Any, at: torch.Tensor, /, *args: Any, **kwargs: Any) -> bool:
-    """Whether ``func``, one of ``MOVES``, would give back ``at`` itself, or is given it for its own ``.data``.
+    """Whether ``func``, one of ``MOVES``, would give back ``at`` itself, or would set ``at.data = at``.
 
     Not of an alias (``param.detach()``): there its values are asked for.
     """

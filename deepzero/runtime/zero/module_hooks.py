@@ -127,13 +127,14 @@ class ModuleHooks:
 
     # Most modules find their bucket gathered. Hooks are then all that they cost, so these look first, and call little.
 
-    def _pre_forward_hook(self, of: nn.Module, params: list[ZeroParameter], counted: bool) -> Callable[..., None]:
-        coordinator, own, name = self.coordinator, keys_of(params), self._names[of]
+    def _pre_forward_hook(self, hooked: nn.Module, params: list[ZeroParameter], counted: bool) -> Callable[..., None]:
+        coordinator, own, name = self.coordinator, keys_of(params), self._names[hooked]
 
         @never_compiled
         def pre_forward(module: nn.Module, args: Any, kwargs: Any = None) -> None:
             """1 fetch: the module's parameters are gathered before it runs."""
-            if module is not of and not any(isinstance(p, ZeroParameter) for p in module.parameters()):  # a deep copy
+            # copy.deepcopy takes hooks along, to a module whose parameters are its own.
+            if module is not hooked and not any(isinstance(param, ZeroParameter) for param in module.parameters()):
                 return
             if not self._stack:  # this is the outermost module, and a forward pass begins
                 coordinator.begin_forward()
@@ -152,8 +153,8 @@ class ModuleHooks:
 
         return pre_forward
 
-    def _post_forward_hook(self, of: nn.Module, params: list[ZeroParameter], as_one: bool) -> Callable[..., None]:
-        trail, name = self.coordinator.comm.trail, self._names[of]
+    def _post_forward_hook(self, hooked: nn.Module, params: list[ZeroParameter], as_one: bool) -> Callable[..., None]:
+        trail, name = self.coordinator.comm.trail, self._names[hooked]
         after = (f"forward, after {name}", f"backward, after {name}")
 
         @never_compiled

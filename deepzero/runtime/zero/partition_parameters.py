@@ -146,7 +146,7 @@ class ZeroParameter(nn.Parameter):
     def __deepcopy__(self, memo: Any) -> Any:
         bucket = self._record.bucket  # None: persistent
         if bucket is not None and bucket.key == INIT_KEY and (Init.entered or isinstance(self, PartitionedParameter)):
-            init = Init.entered[0] if Init.entered else Init(remote_device={"cpu": "cpu"}.get(bucket.shard.device.type))
+            init = Init.entered[0] if Init.entered else Init(remote_device="cpu" if bucket.shard.is_cpu else None)
             return memo.setdefault(id(self), init._copy(self))  # cut as well
         if isinstance(self, PartitionedParameter):  # a copy would be a placeholder that belongs to no bucket
             raise guards.use_error(self._record, "copied")
