@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (515, 400),
     "deepzero/training": (1_002, 380),
     "deepzero/compat": (3_354, 1200),
-    "deepzero": (38_941, 23_500),
-    "tools": (5863, 2700),
+    "deepzero": (38_956, 23_500),
+    "tools": (5_867, 2700),
     "tools/book": (1084, 1000),
     "examples": (764, 700),
-    "tests": (32_429, 17_000),
+    "tests": (32_445, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

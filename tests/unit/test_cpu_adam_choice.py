@@ -1,5 +1,8 @@
 """Which kernel CPUAdam steps with, what it says about it, and what it does when compiling fails."""
 
+import subprocess
+import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 from deepzero.offload import adam_kernels
 from deepzero.offload.adam_kernels import line_by_line
 from deepzero.ops import CPUAdam
+from deepzero.utils import compile as compiling
 from deepzero.utils.compile import CompilationError, why_not_compiled
 from tests.unit.test_cpu_adam import forget_compiled, leaves, same
 
@@ -114,3 +118,15 @@ class TestChoice:
         optimizer = CPUAdam(leaves(5))
         optimizer.prepare(BF16, BF16)
         assert optimizer.describe() == "CPUAdam: compiled kernel, 5 elements and a C++ compiler"
+
+
+def test_an_older_torch_is_not_imported_again_to_look_for_vector_instructions(monkeypatch):
+    """The probe of torch 2.11 and 2.12, as it is written there, in a class that has no probe of its own."""
+    isa = SimpleNamespace(_avx_py_load='\nimport torch\nfrom ctypes import cdll\ncdll.LoadLibrary("__lib_path__")\n')
+    monkeypatch.setattr(compiling.importlib, "import_module", lambda _name: SimpleNamespace(VecISA=isa))
+    for _ in range(2):
+        compiling._probe_without_torch()
+    program = isa._avx_py_load.replace("__lib_path__", torch.__path__[0] + "/lib/libtorch_cpu.so")
+    assert program.count("CDLL(") == 1
+    program += "\nimport sys\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
