@@ -92,8 +92,7 @@ class Saver:
     def save(self, target: Target, collect: Callable[[str], SavePlan], asynchronous: bool) -> None:
         """Save, or begin to: ``asynchronous`` returns after the snapshot. A collective, as is ``collect``, given an id.
 
-        Raises:
-            CheckpointError: on every rank; nothing was replaced.
+        A CheckpointError is raised on every rank; nothing was replaced then.
         """
         self.wait()
         save_id = str(process_group.broadcast_object(uuid.uuid4().hex[:12]))
@@ -119,11 +118,7 @@ class Saver:
                 raise
 
     def wait(self) -> None:
-        """Return when no save is under way.
-
-        Raises:
-            CheckpointError: the last one failed.
-        """
+        """Return when no save is under way; raise a :class:`CheckpointError` where the last one failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -310,11 +305,7 @@ class _Job:
         return problem
 
     def _gather(self, mine: ShardInfo | None) -> dict[str, ShardInfo]:
-        """Every rank's shard, when it is written.
-
-        Raises:
-            CheckpointError: one will not be.
-        """
+        """Every rank's shard, when it is written; a :class:`CheckpointError` where one will not be."""
         size = self.saver.world_size
         files = {} if mine is None else {shard_name(0, size): mine}
         patience = {rank: _HeartbeatTimeout(self.saver.silence_seconds) for rank in range(size)}

@@ -35,11 +35,7 @@ RUN_CHECKPOINTS = "checkpoints"
 
 
 def check_tag(tag: str, otherwise: str = "") -> None:
-    """Refuse a tag that is no name of a folder.
-
-    Raises:
-        CheckpointError: empty, with a slash, beginning with a dot, or not as ``latest`` would give it back.
-    """
+    """Refuse a tag that is no name of a folder, or that ``latest`` would not give back as it is."""
     fits = len(tag.encode("utf-8", "replace")) <= MAX_TAG_BYTES and tag == tag.strip() != LATEST
     if not fits or re.fullmatch(r"(?!\.)[^/\\\x00-\x1f\x7f]+", tag) is None:
         raise CheckpointError(
@@ -168,8 +164,7 @@ def complete_beside(load_dir: str | Path, tag: str | None) -> Path | None:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a complete checkpoint, after its hash and the sizes of all files have been compared.
 
-    Raises:
-        CheckpointError: names the file that is missing, shortened or changed.
+    A CheckpointError names the file that is missing, shortened or changed.
     """
     where = path / MANIFEST
     try:
@@ -180,11 +175,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path / COMMIT} is damaged: it should hold one SHA-256")
     if hashlib.sha256(raw).hexdigest() != commit:
         raise CheckpointError(f"{where} is not what was written: its SHA-256 differs from the one in {path / COMMIT}")
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{where} is not UTF-8 ({error}); the checkpoint is damaged") from None
-    manifest = Manifest.from_json(text, str(where))
+    manifest = Manifest.from_json(raw, str(where))
     check_sound(manifest, str(where))
     for name, info in manifest.files.items():
         file = path / name
@@ -200,9 +191,8 @@ def read_manifest(path: Path) -> Manifest:
 
 def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool) -> None:
     """Make the shards in ``temporary``, a folder in ``folder``, the checkpoint of their manifest's tag."""
-    text = manifest.to_json()
-    raw = text.encode()
-    check_sound(Manifest.from_json(text, MANIFEST), MANIFEST)  # what could not be loaded replaces nothing
+    raw = manifest.to_json().encode()
+    check_sound(Manifest.from_json(raw, MANIFEST), MANIFEST)  # what could not be loaded replaces nothing
     write_whole(temporary / MANIFEST, raw)
     write_whole(temporary / COMMIT, hashlib.sha256(raw).hexdigest().encode() + b"\n")
     flush_folder(temporary)  # what is in it, before it has a name that somebody reads
@@ -249,11 +239,7 @@ def prune(folder: Path, tag: str, keep_last: int) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse to put a checkpoint in the place of something that is none.
-
-    Raises:
-        CheckpointError: ``path`` is a file, or a folder with something else in it, or has a name that files have.
-    """
+    """Refuse to put a checkpoint in the place of something that is none, or where one of their files belongs."""
     if path.name in (MANIFEST, COMMIT, SCRIPT):
         raise CheckpointError(f"tag {path.name!r} is the name of a file that belongs to checkpoints; choose another")
     folder = path.is_dir() and not path.is_symlink()
@@ -313,11 +299,7 @@ class FolderLocks:
         return None
 
     def acquire(self, folder: Path) -> None:
-        """Make the folder, and take the right to write in it.
-
-        Raises:
-            CheckpointError: another process has it, or the folder cannot be written to.
-        """
+        """Make the folder, and take the right to write in it; a CheckpointError where this process cannot have it."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if (held := self._current(folder)) is not None:

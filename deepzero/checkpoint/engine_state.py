@@ -118,8 +118,7 @@ class EngineState:
     def optimizer_state(self, run: StateRun) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """What the optimizer keeps for each element, of the master's shape; and for a parameter as a whole.
 
-        Raises:
-            CheckpointError: it keeps a tensor that is neither, for a parameter of which others have parts.
+        A tensor that is neither is refused, where other ranks have parts of the parameter.
         """
         moments: dict[str, torch.Tensor] = {}
         scalars: dict[str, Any] = {}
@@ -155,8 +154,7 @@ class EngineState:
     def named_buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor, list[str]]]:
         """The buffers that belong into a state dict: module and key, the tensor, its names by all those of the module.
 
-        Raises:
-            CheckpointError: a module has extra state, which may be any object.
+        A module with extra state, which may be any object, is refused.
         """
         places: dict[nn.Module, list[str]] = {}
         for prefix, module in self.model.named_modules(remove_duplicate=False):
@@ -253,11 +251,7 @@ def collect(
     states = {name: state for _, theirs, *_ in reversed(everyone) for name, state in theirs.items()}
     versions = {"deepzero": __version__, "torch": torch.__version__, "numpy": np.__version__}
     groups = [
-        {
-            key: _setting(holdings, key, v, f"optimizer group {n}, {key!r}")
-            for key, v in group.items()
-            if key != "params"
-        }
+        {k: _setting(holdings, k, v, f"optimizer group {n}, {k!r}") for k, v in group.items() if k != "params"}
         for n, group in enumerate(holdings.optimizer.param_groups)
     ]
     manifest = Manifest(

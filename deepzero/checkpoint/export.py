@@ -267,11 +267,7 @@ def _install(temporary: Path, older: list[Path], entry: str, parts: list[str]) -
 
 
 def convert(values: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
-    """1-D values in the dtype of the plan, on the CPU.
-
-    Raises:
-        CheckpointError: a finite value is too large for fp16.
-    """
+    """1-D values in the dtype of the plan, on the CPU; a finite one that is too large for fp16 is refused."""
     converted = values.to(TORCH_DTYPES[plan.dtype])
     if plan.dtype == "F16" and not torch.equal(torch.isinf(converted), torch.isinf(values)):
         largest = values[torch.isfinite(values)].abs().max().item()
@@ -383,11 +379,7 @@ def _stripped(name: str, prefix: str) -> str:
 def save_gathered(
     holdings: EngineState, folder: Path, filename: str, with_frozen: bool, max_shard_size: str | int
 ) -> None:
-    """Write the model in the compute dtype, ``with_frozen`` also what is not trained. A collective.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
+    """Write the model in the compute dtype, ``with_frozen`` also what is not trained. All ranks do, or all raise."""
     with together(own_words):
         check_filename(filename)
         tensors: dict[TensorPlan, torch.Tensor] = {}

@@ -77,7 +77,7 @@ def read_foreign(path: Path, tag: str | None, model: EngineState, weights: bool)
 def _read_index(index: Path) -> dict[str, str]:
     """Tensor → file; a :class:`CheckpointError` where it is damaged, or names files elsewhere."""
     try:
-        content = json.loads(index.read_bytes().decode("utf-8"))
+        content = json.loads(index.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{index}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

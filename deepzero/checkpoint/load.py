@@ -47,11 +47,7 @@ they are of this format; else None."""
 def open_checkpoint(
     load_dir: Path, tag: str | None, holdings: EngineState, weights: bool, formats: Sequence[Format] = ()
 ) -> CheckpointReader:
-    """1 find. A collective: rank 0 looks, and all have its manifest. What is of no other format is one of ours.
-
-    Raises:
-        CheckpointError: on every rank; see :func:`read_own` and the formats.
-    """
+    """1 find. A collective: rank 0 looks, and all have its manifest, or its error. What is of no format is ours."""
     found: CheckpointReader | CheckpointError | None = None
     if process_group.rank() == 0:
         try:
@@ -177,11 +173,7 @@ class Loader:
     # ---- 3 read ------------------------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Fill this rank's tensors. A collective.
-
-        Raises:
-            CheckpointError: on every rank, when one has found damage; the tensors are a mixture then.
-        """
+        """Fill this rank's tensors. A collective: when one rank finds damage all raise, and tensors are a mixture."""
         with together():
             self.holdings.make_buffers_writable()
             runs = self.reader.read(self._wanted())
@@ -329,11 +321,7 @@ class Loader:
             rng.restore(self._rng, self.manifest.rng_numbers[self._rank], self.holdings.comm.device)
 
     def values(self, encoded: Any) -> Any:
-        """A value of the manifest (client state, a schedule's), the same on all ranks: rank 0 reads its tensors.
-
-        Raises:
-            CheckpointError: on every rank; damage.
-        """
+        """A value of the manifest (client state, a schedule's), the same on all ranks: rank 0 reads its tensors."""
         value = None
         with together():
             if self._rank == 0:

@@ -224,12 +224,8 @@ class Manifest:
         return "{\n" + ",\n".join(f"{json.dumps(key)}: {_by_lines(value)}" for key, value in content.items()) + "\n}\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str) -> Manifest:
-        """Read the JSON of a manifest; ``where`` is its file's name, for messages.
-
-        Raises:
-            CheckpointError: not a manifest, or one of a newer version.
-        """
+    def from_json(cls, text: str | bytes, where: str) -> Manifest:
+        """Read the JSON of a manifest; a CheckpointError, with its file's name ``where``, if it is none of ours."""
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -293,11 +289,7 @@ class InvalidManifest(ValueError):
 
 
 def check_sound(manifest: Manifest, where: str) -> None:
-    """Refuse a manifest that makes no sense; ``where`` is its file's name.
-
-    Raises:
-        CheckpointError: with the first thing that was found.
-    """
+    """Refuse a manifest, of a file called ``where``, by a CheckpointError with the first thing that makes no sense."""
     try:
         _check_fields(manifest, "it")
         for name, info in manifest.files.items():

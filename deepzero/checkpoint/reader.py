@@ -61,11 +61,7 @@ class CheckpointReader:
             yield BUFFER, name, buffer["dtype"], tuple(buffer["shape"]), buffer.get("aliases", ())
 
     def read(self, wanted: Iterable[Entry]) -> dict[str, list[Run]]:
-        """Fill what is wanted; returns the runs of blocks that were read, by file.
-
-        Raises:
-            CheckpointError: damage, or elements that no row holds.
-        """
+        """Fill what is wanted, or raise a CheckpointError; returns the runs of blocks that were read, by file."""
         found: dict[str, list[tuple[Row, torch.Tensor]]] = {}
         for want in wanted:
             cursor, end = want.start, want.start + want.tensor.numel()
@@ -238,12 +234,7 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> tuple[dict[str, str], list[StoredTensor]]:
-    """The metadata of a safetensors file, and its tensors in the order of their bytes.
-
-    Raises:
-        CheckpointError: with the file's name: it cannot be read, is shortened, is no safetensors file, has a dtype that
-            is not supported.
-    """
+    """The metadata of a safetensors file, and its tensors in the order of their bytes; or a CheckpointError."""
     try:
         size = path.stat().st_size
         with safe_open(path, "pt") as file:

@@ -22,12 +22,8 @@ def capture(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, An
     }
     if (accelerator := accelerator_of(device)).has_streams:
         tensors[device.type] = accelerator.rng_state(device)
-    numpy_numbers = {
-        "numpy_position": int(position),
-        "numpy_has_gauss": int(has_gauss),
-        "numpy_gauss": float(numpy_gauss),
-    }
-    return tensors, {"python_version": version, "python_gauss": python_gauss, "numpy_kind": str(kind), **numpy_numbers}
+    numpys = {"numpy_position": int(position), "numpy_has_gauss": int(has_gauss), "numpy_gauss": float(numpy_gauss)}
+    return tensors, {"python_version": version, "python_gauss": python_gauss, "numpy_kind": str(kind), **numpys}
 
 
 def restore(tensors: dict[str, torch.Tensor], numbers: dict[str, Any], device: torch.device) -> None:
