@@ -108,15 +108,15 @@ HOPS = (
     Hop("", "UnreducedGradients.fill", "the bucket's gradients are copied into views of the buffer, and freed",
         "in zip(views|_waiting.pop(|s.append(|_foreach_copy_(", {"send_buffer": "w.part_of(send_buffer)"}, "return"),
     Hop("", "BucketReducer._launch_exact", "called by launch, as comm.reduce is exact; outgoing: a part for each "
-        "owner; recv: the others' parts for us; our own stays here", "inflight.parts = |comm.exchange("),
+        "owner; recv: the others' terms of our sum; our own stays here", "inflight.terms = |comm.exchange("),
     Hop("", "BucketReducer._finish", "by drain at the boundary, or by acquire when its buffer is needed; no overlap: "
         "by launch, at once", "pending.wait()|comm.sum_in"),
-    Hop("", "sum_in_rank_order", "adds up my parts", "target = output|total = t|sum_chunk(|on_chunk(", whose="callers"),
-    Hop("", "sum_chunk", "in fp32, in rank order: rank 0's part is copied, or added too with accumulate",
+    Hop("", "sum_in_rank_order", "adds up terms", "target = output|total = t|sum_chunk(|on_chunk(", whose="callers"),
+    Hop("", "sum_chunk", "in fp32, in rank order: rank 0's term is copied, or added too with accumulate",
         "for number|added = |values = |values.copy_(|if added|total.add_(", whose="callers"),
-    Hop("", "sum_in_rank_order", "at its end: the parts and their sum", "on_chunk(target",
-        {"part": "[f'from rank {q}  ' * (len(parts) > 1) + line for q, part in enumerate(parts)"
-                 " for line in in_words(w.fragment_of(part))]", "sum": "w.fragment_of(output)"}, "return", "callers"),
+    Hop("", "sum_in_rank_order", "at its end: the terms and their sum", "on_chunk(target",
+        {"term": "[f'from rank {q}  ' * (len(terms) > 1) + line for q, term in enumerate(terms)"
+                 " for line in in_words(w.fragment_of(term))]", "sum": "w.fragment_of(output)"}, "return", "callers"),
     Hop(BOUNDARY, "Engine._take_model_step", "steps 4 to 6, for all parameters; in _prepare_step stage 3 releases "
         "all, and makes its plan in the first step", "_prepare_step(|.reduce_gradients(", whose="all"),
     Hop(STEP, "Engine._take_model_step", "mean_divisor: ranks x micro-batches x loss scale; skipped if not finite",

@@ -239,7 +239,7 @@ class Checkpointer:
             engine.before_writes()
         zero.optimizer_shard.drop_pending_update()
         engine.discard_gradients()
-        zero.bucket_reducer.forget()
+        zero.bucket_reducer.forget_residuals()
         # What broke off in a load of weights alone, another one ends.
         self._weights_alone = not loader.optimizer and (engine.state.mixture is None or self._weights_alone)
         engine.state.mixture = f"{loader.reader.path} was loaded in part only"

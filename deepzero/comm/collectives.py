@@ -41,27 +41,27 @@ REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single
 class Pending:
     """A collective under way. Its tensors belong to it until :meth:`wait` returns."""
 
-    def __init__(self, comm: Communicator, launch: CollectiveRecord) -> None:
+    def __init__(self, comm: Communicator, record: CollectiveRecord) -> None:
         self.works: Sequence[dist.Work | None] | None = None  # nothing was started, as with one rank
-        self._comm, self.launch = comm, launch
-        self._flight: LaneSpan | None = None  # in a trace, while somebody records
-        self._counts = False  # in the account of what was hidden, until it has landed
+        self._comm, self.record = comm, record  # its entry in the flight recorder
+        self._span: LaneSpan | None = None  # in a trace, while somebody records
+        self._metered = False  # counted by ``comm.overlap`` as under way
         self._done = False
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
         """Around the calls of torch that start the collective, whose works are given to ``works`` inside."""
-        comm, (_, _, kind, where), self.works = self._comm, self.launch, ()
-        self._flight, span = comm.ranges.launching(kind, where, lane=comm.overlap.measures)
+        comm, kind, self.works = self._comm, self.record.kind, ()
+        self._span, launch_span = comm.ranges.launching(kind, self.record.where, lane=comm.overlap.measures)
         # The host exchange blocks in its launch, and so does gloo when its buffers are full.
-        with comm.observer.standing(self.launch, span):
-            self._counts, since = comm.overlap.took_off(kind), perf_counter()
+        with comm.observer.blocked_in(self.record, launch_span):
+            self._metered, since = comm.overlap.began(kind), perf_counter()
             try:
                 yield
             except BaseException:
-                self._stood(since, over=True)  # nobody will wait for it
+                self._was_blocked(since, over=True)  # nobody will wait for it
                 raise
-            self._stood(since, over=False)
+            self._was_blocked(since, over=False)
 
     def wait(self) -> None:
         """Return when the result may be read; on a GPU, in stream order. Waiting twice is harmless."""
@@ -70,30 +70,30 @@ class Pending:
             return
         comm.chaos.delay()
         if self.works is not None:
-            with comm.observer.standing(self.launch, comm.ranges.waiting(self._flight)):
+            with comm.observer.blocked_in(self.record, comm.ranges.waiting(self._span)):
                 since = perf_counter()
                 try:
                     for work in filter(None, self.works):
                         work.wait()
                 finally:
-                    self._stood(since, over=True)
+                    self._was_blocked(since, over=True)
         self.works, self._done = None, True
-        comm.ledger.note("wait", self.launch.kind, self.launch.where)
+        comm.ledger.note("wait", self.record.kind, self.record.where)
 
     def __del__(self) -> None:
         # An engine is let go of with fetches under way: without its buffer a message that comes blocks all behind it.
         if self.works:
-            self._comm.observer.adrift.append(self.works)
+            self._comm.observer.abandoned.append(self.works)
 
-    def _stood(self, since: float, over: bool) -> None:
-        """This rank stood still until now. The collective is ``over`` when it is complete or has failed."""
-        if self._counts:
+    def _was_blocked(self, since: float, over: bool) -> None:
+        """This thread did nothing else since then. The collective is ``over`` when it is complete or has failed."""
+        if self._metered:
             self._comm.overlap.exposed_seconds += perf_counter() - since
-        if over and self._flight is not None:
-            self._flight.end()
-        if over and self._counts:
-            self._counts = False
-            self._comm.overlap.landed()
+        if over and self._span is not None:
+            self._span.end()
+        if over and self._metered:
+            self._metered = False
+            self._comm.overlap.ended()
 
 
 class Communicator:
@@ -118,8 +118,8 @@ class Communicator:
         self._with_handles = not self._pairwise
         self.nodes = nodes or Nodes(self.world_size, self.world_size)
         self.everybody = RankGroup(tuple(range(self.world_size)), self.rank, None)
-        self.trail, self.ranges = self.observer.trail, self.observer.ranges
-        """``trail``: what was launched; and, for messages, where in the model and in which step this rank is."""
+        self.flight_recorder, self.ranges = self.observer.flight_recorder, self.observer.ranges
+        """``flight_recorder``: what was launched; for messages, where in the model and in which step this rank is."""
         self.overlap = OverlapMeter(device, ledger)  # how much of what is sent was hidden
 
     def _place(self) -> tuple[int, int, str, str, GroupObserver]:
@@ -197,18 +197,18 @@ class Communicator:
             numel: elements that each tensor sent stands for, where that is not their extent: quantised ones.
         """
         if (among := group or self.everybody).size == 1:  # nothing travels
-            return self._counted(kind, where, 0, 0, padding, 0, ranks=1, ring=False)
+            return self._recorded(kind, where, 0, 0, padding, 0, ranks=1, ring=False)
         sent = [q for q in among.peers if send[q].numel()]
         elements = sum(send[q].numel() if numel is None else numel for q in sent)
         node = self.nodes.of(self.rank)
         between = sum(send[q].nbytes for q in sent if self.nodes.of(among.ranks[q]) != node)
         nbytes = sum(send[q].nbytes for q in sent)
-        pending = self._counted(kind, where, elements, nbytes, padding, between, among.size, ring=False)
+        pending = self._recorded(kind, where, elements, nbytes, padding, between, among.size, ring=False)
         # torch is called right here, not by way of helpers (but for gloo with GPU tensors): here it leaves deepzero.
         with pending.launching():
             if self._pairwise:
                 # All sends and receives are under way before any is waited for: nobody waits for a rank that waits.
-                tag = pending.launch.tag
+                tag = pending.record.tag
                 works = [self._torch.isend(send[q], among.ranks[q], tag=tag) for q in sent]
                 receives = [q for q in reversed(among.peers) if recv[q].numel()]
                 pending.works = works + [self._torch.irecv(recv[q], among.ranks[q], tag=tag) for q in receives]
@@ -236,7 +236,7 @@ class Communicator:
         ``padding``, ``group`` and ``numel`` are :meth:`exchange`'s.
         """
         if (among := group or self.everybody).size == 1:
-            return self._counted(kind, where, 0, 0, padding, 0, ranks=1, ring=False)
+            return self._recorded(kind, where, 0, 0, padding, 0, ranks=1, ring=False)
         part = whole.numel() // among.size
         mine = whole[among.index * part : (among.index + 1) * part]
         if self._pairwise:
@@ -245,7 +245,7 @@ class Communicator:
         others = among.size - 1
         elements = others * (mine.numel() if numel is None else numel)
         between = self.nodes.leaving(self.rank, among.ranks) * mine.nbytes
-        pending = self._counted(kind, where, elements, others * mine.nbytes, padding, between, among.size, ring=True)
+        pending = self._recorded(kind, where, elements, others * mine.nbytes, padding, between, among.size, ring=True)
         with pending.launching():
             pending.works = [getattr(self._torch, ALL_GATHER)(whole, mine, group=among.handle, async_op=True)]
         return pending
@@ -257,7 +257,7 @@ class Communicator:
         others, world_size = self.world_size - 1, self.world_size
         # A ring: each byte enters each node once, whichever rank it is for.
         between, elements = (world_size - self.nodes.per_node) * output.nbytes, others * output.numel()
-        pending = self._counted(kind, where, elements, others * output.nbytes, padding, between, world_size, ring=True)
+        pending = self._recorded(kind, where, elements, others * output.nbytes, padding, between, world_size, ring=True)
         with pending.launching():
             pending.works = [getattr(self._torch, REDUCE_SCATTER)(output, whole, async_op=True)]
         return pending
@@ -270,7 +270,7 @@ class Communicator:
         sent = 2 * (self.world_size - 1) * tensor.numel() // max(self.world_size, 1)
         nbytes = sent * tensor.element_size()
         between = nbytes * self.nodes.share_between
-        pending = self._counted(kind, where, sent, nbytes, padding, between, self.world_size, ring=True)
+        pending = self._recorded(kind, where, sent, nbytes, padding, between, self.world_size, ring=True)
         if self.world_size > 1:
             with pending.launching():
                 pending.works = [self._torch.all_reduce(tensor, async_op=True)]
@@ -285,16 +285,16 @@ class Communicator:
         self.ledger.record(kind, elements, nbytes, 0, between, "", self.world_size)
         self._broadcast(tensor, src, kind)
 
-    def _counted(
+    def _recorded(
         self, kind: str, where: str, elements: int, nbytes: int, padding: int, between: float, ranks: int, ring: bool
     ) -> Pending:
         """A collective that is about to be launched: it is in every account before torch is called."""
         self.chaos.delay()
         # In the flight recorder, too: its fingerprint is the tag of the messages, so that ranks which have taken
         # different paths never take one collective's message for another's.
-        launch = self.trail.launch(kind, where)
+        record = self.flight_recorder.launch(kind, where)
         self.ledger.record(kind, elements, nbytes, padding, between, where, ranks, ring)
-        return Pending(self, launch)
+        return Pending(self, record)
 
     def _exchange_through_host(
         self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], among: RankGroup
@@ -407,9 +407,9 @@ def process_communicator(config: CommConfig) -> Communicator:
     return Communicator(process_group.default_device(), Ledger(), Chaos(config.chaos, process_group.rank()))
 
 
-def _nodes_of(config: EngineConfig, rank: int, told: list[int | None]) -> Nodes:
-    """The nodes of the run, by what every rank's launcher has ``told`` of its machine."""
-    nodes = find_nodes(config.comm.ranks_per_node, len(told), told)
-    for line in oddities(config, nodes, told) if rank == 0 else ():
+def _nodes_of(config: EngineConfig, rank: int, ranks_of_hosts: list[int | None]) -> Nodes:
+    """The nodes of the run, by how many ranks each rank's launcher said that its machine has."""
+    nodes = find_nodes(config.comm.ranks_per_node, len(ranks_of_hosts), ranks_of_hosts)
+    for line in oddities(config, nodes, ranks_of_hosts) if rank == 0 else ():
         log.warning(line)
     return nodes

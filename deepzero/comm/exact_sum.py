@@ -20,7 +20,7 @@ DEVICE_CHUNK = 1 << 24
 
 Measure: TypeAlias = Callable[[torch.Tensor, int], None]
 """Called with each finished chunk of a sum, and where in the sum it starts, while the chunk is in the core's cache."""
-Part: TypeAlias = torch.Tensor | Callable[[int, torch.Tensor], None]
+Term: TypeAlias = torch.Tensor | Callable[[int, torch.Tensor], None]
 """One rank's contribution to a sum: a 1-D tensor; or, for encoded values, ``decode(start, values)``, which writes the
 elements from ``start`` on into 1-D fp32 ``values``."""
 
@@ -32,25 +32,25 @@ def chunk_for(device_type: str, shard_numel: int) -> int:
 
 def sum_chunk(
     total: torch.Tensor,
-    parts: Sequence[Part],
+    terms: Sequence[Term],
     start: int,
     scratch: torch.Tensor,
     accumulate: bool = False,
     factor: float = 1.0,
 ) -> None:
-    """``total = parts[0] + parts[1] + …`` in fp32, left to right, of the elements from ``start`` on.
+    """``total = terms[0] + terms[1] + …`` in fp32, left to right, of the elements from ``start`` on.
 
-    ``total`` and ``scratch`` are 1-D fp32, of one extent; ``start`` is a multiple of it where parts are encoded. With
-    ``accumulate`` the sum begins with what ``total`` holds; ``factor`` multiplies each part.
+    ``total`` and ``scratch`` are 1-D fp32, of one extent; ``start`` is a multiple of it where terms are encoded. With
+    ``accumulate`` the sum begins with what ``total`` holds; ``factor`` multiplies each term.
     """
-    for number, part in enumerate(parts):
+    for number, term in enumerate(terms):
         added = accumulate or number > 0
         # A mixed-dtype add would widen into fresh memory; the kept scratch is already in cache.
         values = scratch if added else total
-        if isinstance(part, torch.Tensor):
-            values.copy_(part[start : start + values.numel()])
+        if isinstance(term, torch.Tensor):
+            values.copy_(term[start : start + values.numel()])
         else:
-            part(start, values)
+            term(start, values)
         if factor != 1.0:
             values.mul_(factor)
         if added:
@@ -59,20 +59,20 @@ def sum_chunk(
 
 def sum_in_rank_order(
     output: torch.Tensor,
-    parts: Sequence[Part],
+    terms: Sequence[Term],
     accumulate: bool,
     scratch: torch.Tensor,
     factor: float = 1.0,
     on_chunk: Measure | None = None,
 ) -> None:
-    """``output = parts[0] + parts[1] + …`` in fp32, left to right; ``accumulate``: ``((output + parts[0]) + …)``.
+    """``output = terms[0] + terms[1] + …`` in fp32, left to right; ``accumulate``: ``((output + terms[0]) + …)``.
 
     Args:
         output: 1-D; fp32, or a narrower dtype into which the fp32 sum is rounded once.
-        parts: in rank order; 1-D tensors of ``output``'s extent, any float dtype, or what decodes to such.
+        terms: in rank order; 1-D tensors of ``output``'s extent, any float dtype, or what decodes to such.
         accumulate: begin with what ``output`` holds.
-        scratch: fp32, two chunks of elements, on the same device; where parts are encoded, of whole blocks each.
-        factor: multiplies the parts, not what ``output`` holds already.
+        scratch: fp32, two chunks of elements, on the same device; where terms are encoded, of whole blocks each.
+        factor: multiplies the terms, not what ``output`` holds already.
         on_chunk: called with what ``output`` holds in the end.
     """
     size = scratch.numel() // 2
@@ -82,7 +82,7 @@ def sum_in_rank_order(
         total = target if output.dtype == torch.float32 else scratch[: target.numel()]
         if accumulate and total is not target:
             total.copy_(target)
-        sum_chunk(total, parts, lo, scratch[size : size + target.numel()], accumulate, factor)
+        sum_chunk(total, terms, lo, scratch[size : size + target.numel()], accumulate, factor)
         if total is not target:
             target.copy_(total)
         if on_chunk is not None:

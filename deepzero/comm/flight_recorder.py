@@ -66,9 +66,9 @@ class FlightRecorder:
         """Enter a collective that is about to be launched."""
         self.sequence += 1
         self.fingerprint = crc32(f"{kind}|{where};".encode(), self.fingerprint)
-        launch = CollectiveRecord(self.sequence, self.fingerprint, kind, where)
-        self.recent.append(launch)
-        return launch
+        record = CollectiveRecord(self.sequence, self.fingerprint, kind, where)
+        self.recent.append(record)
+        return record
 
     def place(self) -> str:
         """Step and position, as far as they are known: ``step 12, forward of blocks.3.mlp``."""
@@ -153,10 +153,10 @@ class GroupObserver:
     """
 
     def __init__(self) -> None:
-        self.trail = FlightRecorder()
+        self.flight_recorder = FlightRecorder()
         self.ranges = Ranges()  # of all engines of the group
         self.secret: bytes | None = None  # see ``process_group._secret``
-        self.adrift: list[Sequence[dist.Work | None]] = []  # under way, and nobody will wait for them
+        self.abandoned: list[Sequence[dist.Work | None]] = []  # under way, and nobody will wait for them
         self.subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of some ranks, see ``topology.py``
         # Weak: a group that is destroyed has to close its connections, whoever still holds a communicator.
         world = world_group()
@@ -169,10 +169,10 @@ class GroupObserver:
         return (None if self._group is None else self._group()) is world and (self._group is None) == (world is None)
 
     @contextlib.contextmanager
-    def standing(self, launch: CollectiveRecord, span: AbstractContextManager[None]) -> Iterator[None]:
+    def blocked_in(self, record: CollectiveRecord, span: AbstractContextManager[None]) -> Iterator[None]:
         """Around a call in which this rank may have to wait for others: a launch, a wait. ``span`` is its range."""
         # From here to `finally` the watchdog sees this rank wait, and in what; a rank that computes is nobody's fault.
-        self.trail.waiting = launch
+        self.flight_recorder.waiting = record
         try:
             with span:
                 yield
@@ -182,11 +182,11 @@ class GroupObserver:
             self.explain(error)
             raise
         finally:
-            self.trail.waiting = None
+            self.flight_recorder.waiting = None
 
     def blocking(self, kind: str) -> AbstractContextManager[None]:
         """Around a collective that returns when it is complete."""
-        return self.standing(self.trail.launch(kind, ""), self.ranges.span("wait", note=kind))
+        return self.blocked_in(self.flight_recorder.launch(kind, ""), self.ranges.span("wait", note=kind))
 
     def explain(self, error: RuntimeError) -> None:
         """Raise a :class:`DesyncError` in place of a collective's ``error`` where the reason is found; else return."""

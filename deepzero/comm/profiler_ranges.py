@@ -130,7 +130,7 @@ class Recorder:
             self._sample()
 
     @contextlib.contextmanager
-    def standing_at(self, place: str) -> Iterator[None]:
+    def waiting_for_module(self, place: str) -> Iterator[None]:
         """Waits inside are for this module's sake."""
         around = self.waiting_place()
         self._mine.place = place
@@ -214,9 +214,9 @@ class Ranges:
         """A range inside another one, whose place it has if both are about one bucket; ``kind`` is the ledger's."""
         return _NOTHING if self.recorder is None else self.recorder.span(self.recorder.inside(verb, kind, where))
 
-    def standing_at(self, place: str) -> AbstractContextManager[None]:
+    def waiting_for_module(self, place: str) -> AbstractContextManager[None]:
         """Waits inside are for this module's sake."""
-        return _NOTHING if self.recorder is None else self.recorder.standing_at(place)
+        return _NOTHING if self.recorder is None else self.recorder.waiting_for_module(place)
 
     def launching(self, kind: str, where: str, lane: bool) -> tuple[LaneSpan | None, AbstractContextManager[None]]:
         """A collective that is launched, if somebody records it, and the range around the launching call.
@@ -252,8 +252,8 @@ class OverlapMeter:
         self.since = 0.0  # the moment from which on something has been under way
         self._last = (0.0, 0.0)
 
-    def took_off(self, kind: str) -> bool:
-        """A collective is launched. Returns whether it is part of a step: then it counts until it has landed."""
+    def began(self, kind: str) -> bool:
+        """A collective is launched. Returns whether it is part of a step: then it counts until it has ended."""
         if not self.measures or not self.ledger.in_step(kind):
             return False
         if self.under_way == 0:
@@ -261,7 +261,7 @@ class OverlapMeter:
         self.under_way += 1
         return True
 
-    def landed(self) -> None:
+    def ended(self) -> None:
         """A collective that counts is complete, or has failed."""
         self.under_way -= 1
         if self.under_way == 0:

@@ -37,7 +37,7 @@ from functools import partial
 import torch
 
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.exact_sum import Part, chunk_for, sum_chunk
+from deepzero.comm.exact_sum import Term, chunk_for, sum_chunk
 from deepzero.comm.quantization import Packed, Quantizer
 from deepzero.comm.reduce_scatter import BucketKey, InflightReduce
 from deepzero.comm.topology import RankGroup
@@ -49,7 +49,7 @@ BETWEEN = "gradients.reduce_between_nodes"
 
 @dataclass(frozen=True)
 class QuantizedMessages:
-    """The messages of one bucket, views of its bucket's mail; ``uint8`` but for the sum. Own entries are empty."""
+    """The messages of one bucket, views of its receive buffer; ``uint8`` but for the sum. Own entries are empty."""
 
     inside_send: list[torch.Tensor]  # for each local rank: N parts
     inside_recv: list[torch.Tensor]
@@ -86,7 +86,7 @@ class QuantizedReduce:
         self._parts_sent = (self.across.size * (self.inside.size - 1), self.across.size - 1)
         self._metering, self._tallies = False, dict[BucketKey, torch.Tensor]()
         # For each group: what was lost in steps 1 and 3, in the order in which it is sent.
-        self._lost = {
+        self._residuals = {
             group: [torch.zeros(n * layout.shard_numel, dtype=wire_dtype, device=comm.device) for n in self._parts_sent]
             for group, layout in enumerate(layouts)
             if error_feedback and group not in exact_groups
@@ -96,7 +96,7 @@ class QuantizedReduce:
         """Whether this bucket is quantised; the same answer on all ranks."""
         return key[0] not in self.exact_groups and key not in self.exact_buckets
 
-    def mail_bytes(self, capacity: int) -> int:
+    def messages_bytes(self, capacity: int) -> int:
         """Bytes of the messages of a bucket of ``capacity`` elements, both ways, and of step 2's sum."""
         part = capacity // self.comm.world_size
         return 2 * sum(self._parts_sent) * self.format.message_bytes(part) + 4 * self._partial_numel(part)
@@ -105,9 +105,9 @@ class QuantizedReduce:
         # With one node step 2's sum goes straight into the output; with one rank to a node there is nothing to add.
         return part if self.inside.size > 1 and self.across.size > 1 else 0
 
-    def kept(self) -> list[torch.Tensor]:
+    def residuals(self) -> list[torch.Tensor]:
         """Error feedback's residuals."""
-        return [lost for pair in self._lost.values() for lost in pair]
+        return [residual for pair in self._residuals.values() for residual in pair]
 
     # ---- the meter ---------------------------------------------------------------------------------------------------
 
@@ -136,84 +136,84 @@ class QuantizedReduce:
     def launch(self, inflight: InflightReduce, scratch: torch.Tensor) -> None:
         """Step 1, and where there is nothing to send inside the node, step 3; never waits.
 
-        Sets ``parts``, ``pending`` and ``second_hop`` of ``inflight``; ``scratch`` is fp32, two chunks.
+        Sets ``terms``, ``pending`` and ``second_hop`` of ``inflight``; ``scratch`` is fp32, two chunks.
         """
-        bucket, mail, sent = inflight.bucket, self._open(inflight), inflight.sent()
+        bucket, messages, sent = inflight.bucket, self._cut_messages(inflight), inflight.sent()
         per_node, me, nodes = self.inside.size, self.inside.index, range(self.across.size)
         own = [sent[node * per_node + me] for node in nodes]
         if per_node == 1:
-            self._reduce_between(inflight, mail, [[part] for part in own], scratch)
+            self._reduce_between(inflight, messages, [[part] for part in own], scratch)
             return
-        lost, padding = self._lost_of(inflight, 0), 0
+        residuals, padding = self._residuals_of(inflight, 0), 0
         for peer in range(per_node):
             if peer == self.inside.index:
                 continue  # what stays here is not packed
-            for node, packed in zip(nodes, self._messages(mail.inside_send[peer], bucket), strict=True):
+            for node, packed in zip(nodes, self._parts_in(messages.inside_send[peer], bucket), strict=True):
                 owner = node * per_node + peer
-                self._pack(inflight, [sent[owner]], packed, next(lost), scratch)
+                self._pack(inflight, [sent[owner]], packed, next(residuals), scratch)
                 padding += bucket.padding_of(owner)
         where, numel = f"bucket {bucket.index}", len(nodes) * bucket.shard_numel
-        exchanged = (mail.inside_send, mail.inside_recv, padding, where, self.inside, numel)
+        exchanged = (messages.inside_send, messages.inside_recv, padding, where, self.inside, numel)
         inflight.pending = self.comm.exchange(INSIDE, *exchanged)
-        received = [[self._reader(p) for p in self._messages(m, bucket)] for m in mail.inside_recv]
+        received = [[self._reader(p) for p in self._parts_in(m, bucket)] for m in messages.inside_recv]
         # For every node, what this node's ranks have for its l-th rank.
-        shares: list[list[Part]] = [[own[j] if l == me else received[l][j] for l in range(per_node)] for j in nodes]
+        terms_for: list[list[Term]] = [[own[j] if l == me else received[l][j] for l in range(per_node)] for j in nodes]
         if len(nodes) == 1:
-            inflight.parts = shares[0]
+            inflight.terms = terms_for[0]
         else:
-            inflight.second_hop = partial(self._reduce_between, inflight, mail, shares, scratch)
+            inflight.second_hop = partial(self._reduce_between, inflight, messages, terms_for, scratch)
 
     def _reduce_between(
-        self, inflight: InflightReduce, mail: QuantizedMessages, shares: list[list[Part]], scratch: torch.Tensor
+        self, inflight: InflightReduce, messages: QuantizedMessages, terms_for: list[list[Term]], scratch: torch.Tensor
     ) -> None:
-        """2 and 3. ``shares[j]`` is what this node has for rank (j, l), to be added up in this order."""
+        """2 and 3. ``terms_for[j]`` is what this node has for rank (j, l), to be added up in this order."""
         bucket, me, padding = inflight.bucket, self.across.index, 0
         inflight.second_hop = None
         if inflight.pending is not None:
             inflight.pending.wait()
-        lost = self._lost_of(inflight, 1)
-        for node, message in enumerate(mail.between_send):
-            for packed in self._messages(message, bucket):
-                self._pack(inflight, shares[node], packed, next(lost), scratch)
+        residuals = self._residuals_of(inflight, 1)
+        for node, message in enumerate(messages.between_send):
+            for packed in self._parts_in(message, bucket):
+                self._pack(inflight, terms_for[node], packed, next(residuals), scratch)
                 padding += bucket.padding_of(self.across.ranks[node])
-        exchanged = (mail.between_send, mail.between_recv, padding, f"bucket {bucket.index}", self.across)
+        exchanged = (messages.between_send, messages.between_recv, padding, f"bucket {bucket.index}", self.across)
         inflight.pending = self.comm.exchange(BETWEEN, *exchanged, bucket.shard_numel)
-        mine: Part = shares[me][0]
-        if len(shares[me]) > 1:
+        mine: Term = terms_for[me][0]
+        if len(terms_for[me]) > 1:
             # While the others' sums travel.
-            self.comm.sum_in_rank_order(mail.partial, shares[me], False, scratch)
-            mine = mail.partial
-        inflight.parts = [
-            mine if node == me else self._reader(*self._messages(message, bucket))
-            for node, message in enumerate(mail.between_recv)
+            self.comm.sum_in_rank_order(messages.partial, terms_for[me], False, scratch)
+            mine = messages.partial
+        inflight.terms = [
+            mine if node == me else self._reader(*self._parts_in(message, bucket))
+            for node, message in enumerate(messages.between_recv)
         ]
 
-    def _reader(self, packed: Packed) -> Part:
+    def _reader(self, packed: Packed) -> Term:
         """A contribution that is decoded chunk by chunk, whole blocks each, as it is added."""
         return lambda start, values: self.quantizer.unpack(packed, values, start)
 
     def _pack(
         self,
         inflight: InflightReduce,
-        parts: Sequence[Part],
+        terms: Sequence[Term],
         packed: Packed,
-        lost: torch.Tensor | None,
+        residual: torch.Tensor | None,
         scratch: torch.Tensor,
     ) -> None:
-        """Quantise the sum of ``parts``, and what was lost last time; keep what is lost now."""
-        if lost is None and not self._metering and len(parts) == 1 and isinstance(parts[0], torch.Tensor):
-            self.quantizer.pack(parts[0], packed)
+        """Quantise the sum of ``terms``, and what was lost last time; keep what is lost now."""
+        if residual is None and not self._metering and len(terms) == 1 and isinstance(terms[0], torch.Tensor):
+            self.quantizer.pack(terms[0], packed)
             return
         size = scratch.numel() // 2
         for lo in range(0, packed.numel, size):
             hi = min(lo + size, packed.numel)
             x, other = scratch[: hi - lo], scratch[size : size + hi - lo]
-            sum_chunk(x, parts, lo, other)
-            if lost is not None:
-                x.add_(other.copy_(lost[lo:hi]))
+            sum_chunk(x, terms, lo, other)
+            if residual is not None:
+                x.add_(other.copy_(residual[lo:hi]))
             chunk = packed.cut(lo, hi)
             self.quantizer.pack(x, chunk)
-            if lost is not None or self._metering:
+            if residual is not None or self._metering:
                 self.quantizer.unpack(chunk, other)
                 noise = torch.sub(x, other, out=other)
                 if self._metering:
@@ -221,13 +221,13 @@ class QuantizedReduce:
                     tally = self._tallies.setdefault(inflight.key, zeros)
                     for place, values in enumerate((x, noise)):
                         tally[place] += torch.linalg.vector_norm(values, dtype=torch.float64).square()
-                if lost is not None:
-                    lost[lo:hi].copy_(torch.nan_to_num_(noise, nan=0.0, posinf=0.0, neginf=0.0))
+                if residual is not None:
+                    residual[lo:hi].copy_(torch.nan_to_num_(noise, nan=0.0, posinf=0.0, neginf=0.0))
 
     # ---- where things lie --------------------------------------------------------------------------------------------
 
-    def _open(self, inflight: InflightReduce) -> QuantizedMessages:
-        """Cut the bucket's mail into messages."""
+    def _cut_messages(self, inflight: InflightReduce) -> QuantizedMessages:
+        """Cut the bucket's receive buffer into messages."""
         part, left = inflight.bucket.shard_numel, inflight.buffers.recv_buffer
         single = self.format.message_bytes(part)
 
@@ -244,14 +244,14 @@ class QuantizedReduce:
         between = [take_each(self.across, single) for _ in range(2)]
         return QuantizedMessages(inside[0], inside[1], total, between[0], between[1])
 
-    def _messages(self, message: torch.Tensor, bucket: Bucket) -> list[Packed]:
+    def _parts_in(self, message: torch.Tensor, bucket: Bucket) -> list[Packed]:
         """The parts in a message, opened; none in an empty one."""
         parts = message.split(self.format.message_bytes(bucket.shard_numel)) if message.numel() else ()
         return [self.format.open(part, bucket.shard_numel) for part in parts]
 
-    def _lost_of(self, inflight: InflightReduce, which: int) -> Iterator[torch.Tensor | None]:
+    def _residuals_of(self, inflight: InflightReduce, which: int) -> Iterator[torch.Tensor | None]:
         """Residuals of the parts that step 1 (``which=0``) or 3 (1) sends, in the order in which it packs them."""
         parts, part = self._parts_sent[which], inflight.bucket.shard_numel
-        if (pair := self._lost.get(inflight.key[0])) is None:
+        if (pair := self._residuals.get(inflight.key[0])) is None:
             return iter([None] * parts)
         return iter(pair[which][parts * inflight.bucket.shard_offset :][: parts * part].split(part))

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.comm.exact_sum import Measure, Part, chunk_for
+from deepzero.comm.exact_sum import Measure, Term, chunk_for
 from deepzero.device import StreamEvent, accelerator_of
 from deepzero.layout import Bucket
 
@@ -78,11 +78,11 @@ class InflightReduce:
     accumulate: bool
     on_chunk: Measure | None
     around_sum: AroundSum
-    place: str  # the bucket's first parameter, for traces
-    parts: list[Part] = field(default_factory=list)  # what has to be added up when `pending` is over
+    first_param: str  # name of the bucket's first parameter, for traces
+    terms: list[Term] = field(default_factory=list)  # what has to be added up when `pending` is over
     factor: float = 1.0  # multiplies the sum
     pending: Pending | None = None
-    # qgZ alone: waits for `pending`, launches a second exchange, and puts its `parts` and `pending` in their place.
+    # qgZ alone: waits for `pending`, launches a second exchange, and puts its `terms` and `pending` in their place.
     second_hop: Callable[[], None] | None = None
 
     def sent(self) -> list[torch.Tensor]:
@@ -141,7 +141,7 @@ class BucketReducer:
         shards = world_size - 1 if self.method == "exact" else int(not self.whole_sums)
         recv_bytes = shards * (capacity // world_size) * self.wire_dtype.itemsize
         if self.strategy is not None:
-            recv_bytes = max(recv_bytes, self.strategy.mail_bytes(capacity))
+            recv_bytes = max(recv_bytes, self.strategy.messages_bytes(capacity))
         send = torch.empty(capacity, dtype=self.wire_dtype, device=device)
         recv_buffer = torch.empty(recv_bytes, dtype=torch.uint8, device=device)
         return BucketBuffers(send, recv_buffer, *(accelerator_of(device).event(device) for _ in range(2)))
@@ -150,19 +150,19 @@ class BucketReducer:
         """All memory that is kept and means nothing between two reductions."""
         return [self._scratch, *(b.send for b in self._all_buffers), *(b.recv_buffer for b in self._all_buffers)]
 
-    def kept(self) -> list[torch.Tensor]:
+    def residuals(self) -> list[torch.Tensor]:
         """What a reduction leaves for the next one: error feedback's residuals."""
-        return self.strategy.kept() if self.strategy is not None else []
+        return self.strategy.residuals() if self.strategy is not None else []
 
     def rescale(self, factor: float) -> None:
-        """The next gradients are ``factor`` times as large (another loss scale): so is what :meth:`kept` holds."""
-        for kept in self.kept() if factor != 1.0 else ():
-            kept.mul_(factor)
+        """The next gradients are ``factor`` times as large (another loss scale): so is what :meth:`residuals` holds."""
+        for residual in self.residuals() if factor != 1.0 else ():
+            residual.mul_(factor)
 
-    def forget(self) -> None:
-        """Drop what :meth:`kept` holds: it belongs to another run, or does not count. Nothing may be under way."""
-        for kept in self.kept():
-            kept.zero_()
+    def forget_residuals(self) -> None:
+        """Drop what :meth:`residuals` holds: it belongs to another run, or does not count. Nothing may be under way."""
+        for residual in self.residuals():
+            residual.zero_()
 
     # ---- 3 gradient ready: fill, send --------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class BucketReducer:
         on_chunk: Measure | None = None,
         around_sum: AroundSum = contextlib.nullcontext,
         group: int = 0,
-        place: str = "",
+        first_param: str = "",
     ) -> None:
         """Send the bucket that :meth:`acquire` gave. ``output`` is valid after :meth:`drain`.
 
@@ -200,7 +200,7 @@ class BucketReducer:
             on_chunk: called with each chunk of ``output`` when it is written. Not with ``whole_sums``.
             around_sum: makes the context in which ``output`` is written; offload's copies it from and to the host.
             group: the number of the bucket's group.
-            place: the bucket's first parameter, for traces.
+            first_param: the name of the bucket's first parameter, for traces and messages.
         """
         if self.comm.world_size == 1 and not accumulate:
             self._end_in_place(bucket, output, on_chunk, around_sum)
@@ -208,7 +208,7 @@ class BucketReducer:
         buffers = self._free_buffers.popleft()
         buffers.filled.record()
         key = (group, bucket.index)
-        inflight = InflightReduce(buffers, bucket, key, output, accumulate, on_chunk, around_sum, place)
+        inflight = InflightReduce(buffers, bucket, key, output, accumulate, on_chunk, around_sum, first_param)
         if self.strategy is not None and self.strategy.takes(key):
             # What packs and unpacks runs beside the backward pass, on the side stream from here to the sum.
             with self._side_stream.running():
@@ -234,7 +234,7 @@ class BucketReducer:
         kind, where = REDUCE_SCATTER + self.suffix, f"bucket {bucket.index}"
         inflight.pending = self.comm.exchange(kind, outgoing, recv, self._padding(bucket), where)
         # Our own contribution is added from the send buffer, in its place in rank order: it does not travel.
-        inflight.parts = [outgoing[q] if q == me else recv[q] for q in range(self.comm.world_size)]
+        inflight.terms = [outgoing[q] if q == me else recv[q] for q in range(self.comm.world_size)]
 
     def _padding(self, bucket: Bucket) -> int:
         """How many of the elements of the other owners' shards are padding."""
@@ -250,12 +250,12 @@ class BucketReducer:
         if self.whole_sums:
             padding = 2 * (world - 1) * (bucket.numel - bucket.true_numel()) // world
             inflight.pending = self.comm.all_reduce(ALL_REDUCE + self.suffix, send, padding, where)
-            inflight.parts = [send]
+            inflight.terms = [send]
         else:
             shard = inflight.buffers.recv_buffer.view(self.wire_dtype)[: bucket.shard_numel]
             kind, padding = REDUCE_SCATTER + self.suffix, self._padding(bucket)
             inflight.pending = self.comm.reduce_scatter(kind, shard, send, padding, where)
-            inflight.parts = [shard]
+            inflight.terms = [shard]
 
     def _launch_second_hops(self) -> None:
         for inflight in self._in_flight:
@@ -268,9 +268,9 @@ class BucketReducer:
     def _finish(self, inflight: InflightReduce) -> None:
         """Wait for one reduction, add it up into its output, and free its buffers."""
         bucket, comm, buffers = inflight.bucket, self.comm, inflight.buffers
-        if inflight.place:
-            comm.trail.position = f"reduction of the bucket of {inflight.place}"
-        with self._side_stream.running(), comm.ranges.span("reduce", bucket.index, inflight.place, "sum"):
+        if inflight.first_param:
+            comm.flight_recorder.position = f"reduction of the bucket of {inflight.first_param}"
+        with self._side_stream.running(), comm.ranges.span("reduce", bucket.index, inflight.first_param, "sum"):
             # The side stream reads our own contribution, which the compute stream has written.
             buffers.filled.wait()
             if inflight.second_hop is not None:
@@ -280,8 +280,8 @@ class BucketReducer:
             gather_follows = self.whole_sums and self.method == "exact" and bucket.shard_numel < inflight.output.numel()
             output = inflight.output.split(bucket.shard_numel)[comm.rank] if gather_follows else inflight.output
             with inflight.around_sum():
-                parts, factor, on_chunk = inflight.parts, inflight.factor, inflight.on_chunk
-                comm.sum_in_rank_order(output, parts, inflight.accumulate, self._scratch, factor, on_chunk=on_chunk)
+                terms, factor, on_chunk = inflight.terms, inflight.factor, inflight.on_chunk
+                comm.sum_in_rank_order(output, terms, inflight.accumulate, self._scratch, factor, on_chunk=on_chunk)
             comm.chaos.poison(buffers.send, buffers.recv_buffer)
             if gather_follows:
                 self.gather_sums(bucket, inflight.output)

@@ -211,7 +211,7 @@ class Transport:
         return functools.partial(self._launch, name)
 
     def _launch(self, name: str, *tensors: Any, group: Any = None, async_op: bool = True) -> _Work:
-        machine, launched = self.machine, flight_recorder.observer().trail.waiting
+        machine, launched = self.machine, flight_recorder.observer().flight_recorder.waiting
         what = "a collective" if launched is None else f"{launched.kind} {launched.where}".strip()
         reads, writes = _TOUCHES[name](*tensors)
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():

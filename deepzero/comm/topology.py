@@ -64,10 +64,10 @@ class Nodes:
         return (self.world_size - self.per_node) / max(self.world_size - 1, 1)
 
 
-def find_nodes(ranks_per_node: int | None, world_size: int, told: Sequence[int | None] = ()) -> Nodes:
+def find_nodes(ranks_per_node: int | None, world_size: int, ranks_of_hosts: Sequence[int | None] = ()) -> Nodes:
     """The nodes of this run.
 
-    Without ``comm.ranks_per_node`` it goes by what the launcher has ``told`` (every rank's
+    Without ``comm.ranks_per_node`` it goes by what the launcher told each rank (``ranks_of_hosts``: every rank's
     ``process_group.ranks_of_host()``: **all ranks have to come to the same nodes**). Where it has told nothing, or
     machines differ in size, all ranks count as one node.
 
@@ -81,7 +81,7 @@ def find_nodes(ranks_per_node: int | None, world_size: int, told: Sequence[int |
     if world_size == 1:
         return Nodes(1, 1)
     if ranks_per_node is None:
-        local = told[0] if len(set(told)) == 1 else None
+        local = ranks_of_hosts[0] if len(set(ranks_of_hosts)) == 1 else None
         return Nodes(world_size, local if local is not None and world_size % local == 0 else world_size)
     if world_size % ranks_per_node:
         raise ConfigError(
@@ -113,7 +113,7 @@ def check_ranks(config: EngineConfig, world_size: int) -> None:
             )
 
 
-def oddities(config: EngineConfig, nodes: Nodes, told: list[int | None]) -> list[str]:
+def oddities(config: EngineConfig, nodes: Nodes, ranks_of_hosts: list[int | None]) -> list[str]:
     """What a user of ZeRO++ may not have meant by these groups, a line each."""
     zero, world_size, lines = config.zero, nodes.world_size, []
     name = "mics_shard_size" if zero.mics_shard_size > 0 else "zero_hpz_partition_size"
@@ -121,8 +121,8 @@ def oddities(config: EngineConfig, nodes: Nodes, told: list[int | None]) -> list
     plusplus = size > 1 or zero.zero_quantized_gradients or zero.zero_quantized_weights
     if world_size == 1:
         return ["one rank: nothing travels, so ZeRO++'s settings do nothing in this run"] if plusplus else []
-    if config.comm.ranks_per_node is None and len(set(told)) > 1:
-        sizes = ", ".join(str(number) for number in sorted({number or 0 for number in told}))
+    if config.comm.ranks_per_node is None and len(set(ranks_of_hosts)) > 1:
+        sizes = ", ".join(str(number) for number in sorted({number or 0 for number in ranks_of_hosts}))
         lines.append(
             f"machines have different numbers of ranks ({sizes}): all ranks count as one node, and nothing is said to "
             "travel between nodes; comm.ranks_per_node can name a number that divides all"
@@ -177,19 +177,19 @@ def split_ranks(world_size: int, size: int) -> tuple[list[tuple[int, ...]], list
     return inside, [tuple(range(first, world_size, size)) for first in range(size)]
 
 
-def make_group(ranks: Sequence[tuple[int, ...]], rank: int, with_handle: bool) -> RankGroup:
+def make_group(groups: Sequence[tuple[int, ...]], rank: int, with_handle: bool) -> RankGroup:
     """This rank's one of several groups. With a handle a collective of all ranks; made once in a process group.
 
-    ``ranks`` are all groups, the same on every rank, in the same order.
+    ``groups`` are all of them, the same on every rank, in the same order.
     """
-    mine = next(some for some in ranks if rank in some)
+    mine = next(group for group in groups if rank in group)
     handles = flight_recorder.observer().subgroups if with_handle else {}
-    for some in ranks if with_handle else ():
+    for group in groups if with_handle else ():
         # Every rank has made the same groups so far, so that all find one here or all make it.
-        if some not in handles:
+        if group not in handles:
             # With the run's time-out: torch gives a new group its own default, whatever that of the whole world is.
             world = dist.group.WORLD
             timeout = world._get_backend(world._device_types[0]).options._timeout  # type: ignore[union-attr]
             with behind_closed_doors():
-                handles[some] = dist.new_group(list(some), timeout=timeout)
+                handles[group] = dist.new_group(list(group), timeout=timeout)
     return RankGroup(mine, mine.index(rank), handles.get(mine))

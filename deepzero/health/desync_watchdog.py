@@ -131,7 +131,7 @@ class Watchdog(GroupObserver):
         self._heard: dict[int, tuple[int, int]] = {}
         self._trainer = threading.get_ident()
         self._stop, self._leaves = threading.Event(), False
-        self._roll_call = RollCall(board, self.trail, self._trainer)
+        self._roll_call = RollCall(board, self.flight_recorder, self._trainer)
         self._thread = start_thread(self._run, "deepzero-divergence")
 
     def explain(self, error: RuntimeError) -> None:
@@ -168,12 +168,14 @@ class Watchdog(GroupObserver):
     def _missed(self, failure: str) -> RankLeftError | None:
         """The ranks that have said that they leave, and that this one needs."""
         gone, lost = self._board.gone().items(), failure == CONNECTION
-        who = [f"rank {rank} {peer.reason}" for rank, peer in gone if lost or peer.sequence < self.trail.sequence]
+        who = [
+            f"rank {rank} {peer.reason}" for rank, peer in gone if lost or peer.sequence < self.flight_recorder.sequence
+        ]
         return self._left("; ".join(who)) if who else None
 
     def _left(self, who: str) -> RankLeftError:
-        waiting, place = self.trail.waiting, self.trail.place()
-        last = waiting or (self.trail.recent[-1] if self.trail.recent else None)
+        waiting, place = self.flight_recorder.waiting, self.flight_recorder.place()
+        last = waiting or (self.flight_recorder.recent[-1] if self.flight_recorder.recent else None)
         doing = f"{'waiting for' if waiting else 'after'} {last.text()}" if last else "before any collective"
         here = f"in {place}, {doing}" if place else doing
         return RankLeftError(f"{who}. Rank {self._board.rank} still needs it: it is {here}")
@@ -198,16 +200,16 @@ class Watchdog(GroupObserver):
         self._thread.join(2 * TICK_SECONDS)
 
     def _say_gone(self, reason: str) -> None:
-        where = self.trail.place()
+        where = self.flight_recorder.place()
         with contextlib.suppress(Exception):
-            self._board.leave(self.trail.sequence, reason + (f" ({where})" if where else ""))
+            self._board.leave(self.flight_recorder.sequence, reason + (f" ({where})" if where else ""))
 
     def _run(self) -> None:
         """The thread. It ends with the group, and when the store cannot be reached: then nobody can be asked."""
-        standstill, looks = Standstill(self.trail), 0
+        standstill, looks = Standstill(self.flight_recorder), 0
         with contextlib.suppress(Exception):
             while not self._stop.wait(TICK_SECONDS) and self.of_current_group:
-                waiting, (stands, _) = self.trail.waiting, standstill.look(time.monotonic())
+                waiting, (stands, _) = self.flight_recorder.waiting, standstill.look(time.monotonic())
                 if waiting is not None and stands >= DIVERGENCE_SECONDS and self._look(waiting):
                     # Every operation of the group fails then, here and, since the connections close, on the others.
                     peer = (self._board.rank + 1) % self._board.world_size
@@ -224,8 +226,8 @@ class Watchdog(GroupObserver):
         """Post this rank's state, read the others'; True when there is a verdict."""
         board = self._board
         self._beat += 1
-        mine = self.trail.state(0, user_line(self._trainer))
-        if mine.waiting is not waiting or self.trail.waiting is not waiting:
+        mine = self.flight_recorder.state(0, user_line(self._trainer))
+        if mine.waiting is not waiting or self.flight_recorder.waiting is not waiting:
             return False
         if (full := mine.to_json()) != self._posted:  # kilobytes, and a store that is a file keeps each post
             board.set(f"state/{board.rank}", full)
@@ -273,7 +275,7 @@ class NcclWatchdog(GroupObserver):
     def __init__(self, board: StoreMailbox, timeout_seconds: float) -> None:
         super().__init__()
         self._seconds = 0.9 * timeout_seconds
-        self._roll_call = RollCall(board, self.trail, threading.get_ident(), host_waits=False)
+        self._roll_call = RollCall(board, self.flight_recorder, threading.get_ident(), host_waits=False)
         self._stop = threading.Event()  # before the thread, which asks for it at once
         self._thread = start_thread(self._run, "deepzero-divergence")
 

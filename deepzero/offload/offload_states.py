@@ -324,7 +324,7 @@ class StateOffloader:
             "hp_params": separate + [master for group in zero.groups for master in group.masters],
             "lp_params": [*params, *(secondary_shards(stage3.coordinator.buckets) if stage3 is not None else ())],
             "lp_grads": list(gradients.held_gradients()),
-            "contiguous_grad_buffer": list(zero.bucket_reducer.kept()),
+            "contiguous_grad_buffer": list(zero.bucket_reducer.residuals()),
         }
         # Between two optimizer steps the sums are those of the last one, which nobody needs.
         found = {name: [(t, name != "lp_grads" or gradients.present) for t in some] for name, some in tensors.items()}

@@ -115,7 +115,7 @@ class ZeroComponents:
 
     def forget_residuals(self) -> None:
         """Drop what quantisation has kept and measured of gradients that are not used."""
-        self.bucket_reducer.forget()
+        self.bucket_reducer.forget_residuals()
         if self.meter is not None:
             self.meter.restart()
 

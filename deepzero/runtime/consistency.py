@@ -271,7 +271,7 @@ def agree(
         RankMismatchError: ranks have launched different collectives, which a backend that pairs them by their number
             (NCCL) does not notice as long as extents agree. Nothing has been updated.
     """
-    path = comm.trail.fingerprint & (PATH_BITS - 1)
+    path = comm.flight_recorder.fingerprint & (PATH_BITS - 1)
     # A double travels as the signed integer of its bits, each in its rank's place: the sum adds only zeros to it.
     losses = [0] * comm.world_size
     losses[comm.rank] = NO_LOSS if loss is None else struct.unpack("<q", struct.pack("<d", loss))[0]
@@ -286,8 +286,8 @@ def agree(
     if comm.world_size * numbers[-1] != numbers[-2] ** 2:
         raise RankMismatchError(
             f"ranks have launched different collectives in this step (rank {comm.rank} was last in "
-            f"{comm.trail.position}): what they received may have been meant for something else, and nothing is "
-            "updated. Let all ranks run the same modules in the same order; mark mixtures of experts with "
+            f"{comm.flight_recorder.position}): what they received may have been meant for something else, and nothing "
+            "is updated. Let all ranks run the same modules in the same order; mark mixtures of experts with "
             "set_z3_leaf_modules"
         )
     losses = numbers[EXPONENT_BINS:-OWN_WORDS]

@@ -161,7 +161,7 @@ class Engine(nn.Module):
         """
         self._check_pass("forward")
         # What is sent from here on is filed, in the flight recorder and in messages, under the step that is to come.
-        self.comm.trail.step = self.global_steps + 1
+        self.comm.flight_recorder.step = self.global_steps + 1
         # Parameters are in the compute dtype, and torch's matrix products mix no dtypes; integers stay as they are.
         if self.config.precision.auto_cast:
             args, kwargs = pytree.tree_map(self.zero.dtypes.cast, (args, kwargs))
@@ -257,7 +257,7 @@ class Engine(nn.Module):
             if boundary:
                 self._take_model_step(lr_kwargs or {})
         finally:
-            self.comm.trail.position = ""  # what a rank does from here on is the program's own code
+            self.comm.flight_recorder.position = ""  # what a rank does from here on is the program's own code
             # Counted also when the step raises: a program that catches the error goes on with the next micro-batch.
             self.micro_steps += 1
             if boundary:

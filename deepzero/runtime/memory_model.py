@@ -177,12 +177,12 @@ def bucket_bytes(
     capacity = max((layout.largest_bucket for layout in layouts), default=0)
     part = capacity // world_size
     received = part * (world_size - 1) if sizes.exact else (0 if sizes.whole_reduce else part)
-    mail, chunk = received * sizes.wire, chunk_for(device_type, part)
+    received_bytes, chunk = received * sizes.wire, chunk_for(device_type, part)
     if sizes.quantized_grads is not None:
-        mail = max(mail, mail_bytes(part, nodes, sizes.quantized_grads))
+        received_bytes = max(received_bytes, messages_bytes(part, nodes, sizes.quantized_grads))
         chunk = max(chunk // sizes.quantized_grads.block, 1) * sizes.quantized_grads.block
     depth = 2 if sizes.overlap and world_size > 1 else 1
-    return depth * (capacity * sizes.wire + mail) + 2 * chunk * 4
+    return depth * (capacity * sizes.wire + received_bytes) + 2 * chunk * 4
 
 
 def offload_bytes(
@@ -298,11 +298,11 @@ def reduction_traffic(
     return forms
 
 
-def mail_bytes(shard_numel: int, nodes: Nodes, form: Format) -> int:
+def messages_bytes(shard_numel: int, nodes: Nodes, form: Format) -> int:
     """Room for one bucket's messages, both ways, and for the sum inside a node, where something follows it.
 
     Example:
-        >>> mail_bytes(4096, Nodes(4, 2), Format(4, 2048)) / 4096
+        >>> messages_bytes(4096, Nodes(4, 2), Format(4, 2048)) / 4096
         7.0234375
     """
     inside, count = nodes.per_node, nodes.count
@@ -551,7 +551,7 @@ def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledg
 
     def buckets() -> list[torch.Tensor]:
         on_wire = offload.buffers_on_device() if offload is not None else ()
-        return [*built.bucket_reducer.buffers(), *on_wire, *built.bucket_reducer.kept()]
+        return [*built.bucket_reducer.buffers(), *on_wire, *built.bucket_reducer.residuals()]
 
     padding = _padding(built)
     ledger.watch("parameters", lambda: [t for g in built.stores for t in g.parameter_storage], padding["parameters"])

@@ -184,7 +184,7 @@ def beside(rank, world):
         one_exchange(comm, "the first")
         with contextlib.redirect_stderr(posts):
             if rank == 0:
-                comm.trail.launch("gather", "blocks.3")  # and the host goes on
+                comm.flight_recorder.launch("gather", "blocks.3")  # and the host goes on
             while StoreMailbox("stderr of 0").get("said") is None:
                 time.sleep(0.02)
             process_group.barrier()
@@ -203,12 +203,12 @@ def test_a_launch_may_stand_still(rank, world):
     comm, seen, send = communicator(rank), [], dist.isend
 
     def look(*given, **named):
-        seen.append(comm.trail.waiting)
+        seen.append(comm.flight_recorder.waiting)
         return send(*given, **named)
 
     with mock.patch.object(dist, "isend", look):
         one_exchange(comm, "here")
-    assert ([launch.where for launch in seen], comm.trail.waiting) == (["here"], None)
+    assert ([launch.where for launch in seen], comm.flight_recorder.waiting) == (["here"], None)
 
 
 def test_a_side_channel_of_one_rank():

@@ -62,7 +62,7 @@ def waiting_dogs(world, running=()):
     with dogs_of(world) as dogs:
         for rank, dog in enumerate(dogs):
             stand(dog, "a")
-            dog.trail.waiting = None if rank in running else dog.trail.waiting
+            dog.flight_recorder.waiting = None if rank in running else dog.flight_recorder.waiting
         yield dogs
 
 
@@ -176,7 +176,7 @@ def test_standing_still_is_said_once():
 def test_the_thread_beside_nccl_prints(capsys, monkeypatch):
     monkeypatch.setattr(desync_watchdog, "TICK_SECONDS", 0.1)
     dog = NcclWatchdog(StoreMailbox("nccl", dist.HashStore(), 1, 2), 0.5)
-    dog.trail.launch("gather", "a")
+    dog.flight_recorder.launch("gather", "a")
     time.sleep(1.2)
     dog.leave("is done")
     assert capsys.readouterr().err.count("where rank 1 is") == 1
@@ -188,7 +188,7 @@ def sleep_through(rank, world, blocking):
     printed = io.StringIO()
     with joined(desync_watchdog.DIVERGENCE_SECONDS, timeout_seconds=4) as comm:
         one_exchange(comm, "the first")
-        comm.trail.position, comm.trail.step = "forward of blocks.3.mlp", 12
+        comm.flight_recorder.position, comm.flight_recorder.step = "forward of blocks.3.mlp", 12
         began = time.monotonic()
         with contextlib.redirect_stderr(printed), pytest.raises(CollectiveTimeoutError) as error:
             time.sleep(10 if rank == 1 else 0)

@@ -86,12 +86,12 @@ def dogs_of(world):
 
 def stand(dog, where):
     """Its rank launches a collective and waits in it."""
-    dog.trail.waiting = dog.trail.launch("gather", where)
+    dog.flight_recorder.waiting = dog.flight_recorder.launch("gather", where)
 
 
 def look(dog):
     """One round of the thread, without the thread."""
-    return dog._look(dog.trail.waiting)
+    return dog._look(dog.flight_recorder.waiting)
 
 
 def test_a_wait_that_goes_on_is_posted_in_full_once(monkeypatch):
@@ -166,8 +166,8 @@ def test_who_goes_on_is_left_alone():
             for dog, other in (dogs, dogs[::-1]):
                 stand(dog, where)
                 assert not any(look(dog) for _ in range(6))
-                other.trail.launch("gather", where)
-                dog.trail.waiting = None
+                other.flight_recorder.launch("gather", where)
+                dog.flight_recorder.waiting = None
 
 
 def communicator(rank):
@@ -197,7 +197,7 @@ def take_different_paths(rank, world, how):
         one_exchange(comm, "the first")
         started = time.monotonic()
         with pytest.raises(RankDivergenceError) as error:
-            comm.trail.position = f"forward of blocks.{rank}"
+            comm.flight_recorder.position = f"forward of blocks.{rank}"
             if how == "blocking" and rank == 0:
                 process_group.all_gather_object("a")
             elif how == "blocking" and rank == 1:
@@ -259,7 +259,7 @@ def test_a_rank_that_leaves_is_named(rank, world):
     with joined() as comm:
         one_exchange(comm, "the first")
         if rank == 1:
-            comm.trail.position = "step 1"
+            comm.flight_recorder.position = "step 1"
             return
         with pytest.raises(RankLeftError) as error:
             one_exchange(comm, "the second")

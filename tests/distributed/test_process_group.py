@@ -160,7 +160,7 @@ def test_a_broadcast_of_any_strides(rank, world_size):
 @on_ranks()
 def test_a_broadcast_is_one_collective(rank, world_size):
     """The collectives of a communicator's broadcast, and what is waited for meanwhile."""
-    comm, trail = Communicator(CPU, Ledger(), Chaos(ChaosConfig(), rank)), flight_recorder.observer().trail
+    comm, trail = Communicator(CPU, Ledger(), Chaos(ChaosConfig(), rank)), flight_recorder.observer().flight_recorder
     before, waiting = trail.sequence, []
     with mock.patch.object(dist, "broadcast", lambda *_, **__: waiting.append(trail.waiting.kind)):
         comm.broadcast("setup.broadcast", torch.zeros(3))

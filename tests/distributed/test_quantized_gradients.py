@@ -90,10 +90,10 @@ def test_fp16_overflow_skips_the_step(rank, world, stage):
     for step in range(6):
         record = one_step(engine, rank, world, step)
         if not skipped:
-            kept = [engine.params_sha256() == before, not any(t.any() for t in engine.zero.bucket_reducer.kept())]
+            kept = [engine.params_sha256() == before, not any(t.any() for t in engine.zero.bucket_reducer.residuals())]
         skipped.append(record.skipped)
     assert skipped[0] and not all(skipped) and all(kept)
-    assert all(t.isfinite().all() for t in engine.zero.bucket_reducer.kept())
+    assert all(t.isfinite().all() for t in engine.zero.bucket_reducer.residuals())
     check_alike(skipped)
 
 
@@ -107,9 +107,9 @@ def test_what_is_kept_follows_the_loss_scale(rank, world):
     rescale = reducer.rescale
 
     def spy(factor):
-        before = torch.cat([kept.flatten() for kept in reducer.kept()])
+        before = torch.cat([kept.flatten() for kept in reducer.residuals()])
         rescale(factor)
-        after = torch.cat([kept.flatten() for kept in reducer.kept()])
+        after = torch.cat([kept.flatten() for kept in reducer.residuals()])
         seen.append((factor, bool(before.any()), torch.equal(after, before * factor)))
 
     reducer.rescale = spy
@@ -135,12 +135,12 @@ def test_dropped_gradients(rank, world):
     """zero_grad after every step leaves what was lost; zero_grad of gradients that have left takes it away."""
     engine = made(settings_of(2, feedback=True, gradient_accumulation_steps=1))
     one_step(engine, rank, world)
-    lost = [float(t.float().norm()) for t in engine.zero.bucket_reducer.kept()]
+    lost = [float(t.float().norm()) for t in engine.zero.bucket_reducer.residuals()]
     engine.discard_gradients()
-    after = [float(t.float().norm()) for t in engine.zero.bucket_reducer.kept()]
+    after = [float(t.float().norm()) for t in engine.zero.bucket_reducer.residuals()]
     engine.backward(engine(*make_batch(1, 2)))
     engine.discard_gradients()
-    dropped_too = [float(t.float().norm()) for t in engine.zero.bucket_reducer.kept()]
+    dropped_too = [float(t.float().norm()) for t in engine.zero.bucket_reducer.residuals()]
     assert lost == after and all(lost) and not any(dropped_too)
 
 
@@ -168,10 +168,10 @@ def test_the_meter_changes_nothing_and_what_is_lost_survives_offload_states(rank
         quantized_grads.metering = step == 1
         for engine in (plain, watched):
             one_step(engine, rank, world, step)
-    lost = [t.clone() for t in watched.zero.bucket_reducer.kept()]
+    lost = [t.clone() for t in watched.zero.bucket_reducer.residuals()]
     watched.offload_states()
     watched.reload_states()
-    same = all(torch.equal(a, b) for a, b in zip(lost, watched.zero.bucket_reducer.kept(), strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(lost, watched.zero.bucket_reducer.residuals(), strict=True))
     buckets = {(g, i.index) for g, group in enumerate(watched.zero.groups) for i in group.layout.buckets}
     exact = {key for key in buckets if not quantized_grads.takes(key)}
     assert plain.params_sha256() == watched.params_sha256() and same

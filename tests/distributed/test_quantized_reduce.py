@@ -103,7 +103,7 @@ def passes(comm, layout, form, dtype, depth, steps, feedback=False):
     for step in range(steps):
         send(reducer, layout, gradients(layout, comm.rank, step, dtype), outputs, step > 0)
     reducer.drain()
-    return outputs, comm.ledger.traffic, reducer.strategy.measured, [t.nbytes for t in reducer.kept()]
+    return outputs, comm.ledger.traffic, reducer.strategy.measured, [t.nbytes for t in reducer.residuals()]
 
 
 def check(found, nodes, layout, form, dtype, steps, feedback=False):
@@ -210,9 +210,9 @@ def constant(rank, world, per_node, feedback, steps):
         send(reducer, layout, [grad], [output], step > 0)
     reducer.drain()
     small = torch.arange(output.numel()) % 64 != 0
-    kept = [t.clone() for t in reducer.kept()]
-    reducer.forget()
-    assert not any(t.any() for t in reducer.kept())
+    kept = [t.clone() for t in reducer.residuals()]
+    reducer.forget_residuals()
+    assert not any(t.any() for t in reducer.residuals())
     return output[small] / steps, kept
 
 
@@ -236,7 +236,7 @@ def overflow(rank, world, bad):
         send(reducer, layout, grads, outputs)
         reducer.drain()
         seen.append([bool(output.isfinite().all()) for output in outputs])
-    return seen, all(t.isfinite().all() for t in reducer.kept())
+    return seen, all(t.isfinite().all() for t in reducer.residuals())
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

@@ -252,7 +252,7 @@ def test_off_nothing_is_made(rank, world):
     with mock.patch.object(torch.profiler, "record_function", None):
         one_step(engine, rank, world)
     ranges = engine.comm.ranges
-    assert ranges.span("fetch", 1, "a") is ranges.span("wait") is ranges.standing_at("b")
+    assert ranges.span("fetch", 1, "a") is ranges.span("wait") is ranges.waiting_for_module("b")
     assert ranges.recorder is None
 
 

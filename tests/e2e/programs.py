@@ -80,7 +80,7 @@ def train(rank, number):
     """Steps with a collective each; in the middle of the fifth, rank 1 gets the signal."""
     comm = Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), rank))
     for step in range(1, 100):
-        comm.trail.step, comm.trail.position = step, "backward"
+        comm.flight_recorder.step, comm.flight_recorder.position = step, "backward"
         if (rank, step) == (1, 5):
             os.kill(os.getpid(), number)
         parts = [torch.full((1000,), float(rank)) for _ in range(comm.world_size)]

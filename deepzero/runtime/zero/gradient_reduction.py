@@ -347,12 +347,12 @@ class GradientReducer:
         output, around_sum = self.shard.grad_output(g, bucket, accumulate)
         if self.every_pass and self.bucket_reducer.whole_sums:
             output = self.shard.grad_shard(g, bucket)  # ``reduce_now`` gathers the others' parts at the boundary
-        place = self.groups[g].names[bucket.slots[0].index]  # for traces
-        with self.comm.ranges.span("reduce", bucket.index, place):
+        first_param = self.groups[g].names[bucket.slots[0].index]  # for traces
+        with self.comm.ranges.span("reduce", bucket.index, first_param):
             # Waits only where all buffers are under way: the oldest is then added up, and filled anew.
             send_buffer = self.bucket_reducer.acquire(bucket, output, accumulate)
             self.unreduced.fill(g, bucket, send_buffer, name_unused=not again)
-            self.bucket_reducer.launch(bucket, output, accumulate, measure, around_sum, g, place)
+            self.bucket_reducer.launch(bucket, output, accumulate, measure, around_sum, g, first_param)
         if self.on_launched is not None:
             self.on_launched(g, bucket)
 
@@ -422,7 +422,7 @@ class GradientReducer:
         if self.reduced or self._pass_began:
             # Error feedback would carry what was lost of these gradients into the next ones. Where nothing was sent, a
             # program merely drops its gradients after every step, and what was lost before still counts.
-            self.bucket_reducer.forget()
+            self.bucket_reducer.forget_residuals()
         self.shard.discard_grads()
         self.unreduced.discard()
         self.forget_pass()

@@ -154,7 +154,7 @@ class ModuleHooks:
         return pre_forward
 
     def _post_forward_hook(self, hooked: nn.Module, params: list[ZeroParameter], as_one: bool) -> Callable[..., None]:
-        trail, name = self.coordinator.comm.trail, self._names[hooked]
+        trail, name = self.coordinator.comm.flight_recorder, self._names[hooked]
         after = (f"forward, after {name}", f"backward, after {name}")
 
         @never_compiled

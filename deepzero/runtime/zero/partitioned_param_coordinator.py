@@ -261,7 +261,7 @@ class PartitionedParameterCoordinator:
             bucket = self.buckets[key]
             # DeepSpeed's InflightParamRegistry lists them; GatheredParameters may have waited in between.
             if bucket.status is ZeroParamStatus.INFLIGHT:
-                with self.comm.ranges.standing_at(where):
+                with self.comm.ranges.waiting_for_module(where):
                     bucket.wait()
             if show_params and not bucket.shown:
                 bucket.show()  # the parameters become views of it
@@ -271,7 +271,7 @@ class PartitionedParameterCoordinator:
     def _note_use(self, keys: tuple[int, ...], where: str, on_demand: bool) -> tuple[ModuleUse, ModuleUse | None]:
         """The record of a use that begins, and what is planned for it; None: nothing, as the order is recorded."""
         backward = in_backward()
-        self.comm.trail.position = f"{'backward' if backward else 'forward'} of {where}"
+        self.comm.flight_recorder.position = f"{'backward' if backward else 'forward'} of {where}"
         use = ModuleUse(keys, backward, where, on_demand, self._recomputing)
         planned = self._trace.advance(use)
         if not self.pool.uses:

@@ -325,7 +325,7 @@ class ZeroStage3(ZeroStage1And2):
         self._is_reduction_boundary = is_reduction_boundary
         # For error messages: where each rank was, when ranks have stopped making the same calls.
         if (record := vars(param).get("_record")) is not None:
-            self.comm.trail.position = f"backward, gradient of {record.name}"
+            self.comm.flight_recorder.position = f"backward, gradient of {record.name}"
         super().reduce_ready_gradient(param, is_reduction_boundary)
 
     def _bucket_of(self, group: int, bucket: Bucket) -> PartitionedBucket | None:
