@@ -25,7 +25,7 @@ from deepzero.utils.closed_pipe import exit_with
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
-    "deepzero/config": (1_685, 1150),
+    "deepzero/config": (1_689, 1150),
     "deepzero/comm": (4_563, 2720),
     "deepzero/runtime": (4_847, 3050),
     "deepzero/runtime/zero": (5_870, 4550),
@@ -38,13 +38,13 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/profiling": (1173, 800),
     "deepzero/models": (542, 540),
     "deepzero/data": (515, 400),
-    "deepzero/training": (1_002, 380),
+    "deepzero/training": (1_011, 380),
     "deepzero/compat": (3_354, 1200),
-    "deepzero": (38_883, 23_500),
+    "deepzero": (38_896, 23_500),
     "tools": (5_867, 2700),
     "tools/book": (1084, 1000),
     "examples": (764, 700),
-    "tests": (32_445, 17_000),
+    "tests": (32_473, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -79,8 +79,9 @@ def explain(error: Exception, configs: Path, valid_keys: Callable[[], list[str]]
     if found := re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text):
         return no_such_key(found[1], configs, valid_keys())
     override = getattr(error, "override", None)  # of a parse error
-    if override and "missing EQUAL" in text:
-        return f"{override}: what should it be? Write {override}=VALUE"
+    if override and "=" not in str(override):
+        what = override if "missing EQUAL" in text else "KEY"
+        return f"{override}: this is no setting; a setting has a key and a value. Write {what}=VALUE, without a space"
     key, _, value = str(override).partition("=")
     if value and re.search(r"Lexer|(mismatched|extraneous|viable) (input|alternative)|Unknown function", text):
         quoted = f'"{key}=\\"{value}\\""' if "'" in value else f"\"{key}='{value}'\""
@@ -102,6 +103,8 @@ def no_such_key(key: str, configs: Path, valid: list[str]) -> str:
     if beside:
         more = f"; what else its class takes: +{key}=VALUE" if parent == "optimizer" else ""
         return f"{wrong} There are: {', '.join(name for name in beside if not name.startswith('_'))}{more}"
+    if chosen := [f for f in sorted(configs.glob("*/*.yaml")) if f.stem == key.partition(".")[0]]:  # DeepSpeed's bf16
+        return f"{wrong} Did you mean {f'{chosen[0].parent.name}={chosen[0].stem}'!r}?"
     ours = [name for name in valid if name.startswith("hydra") == key.startswith("hydra") and name != key]
     return f"{wrong}{_nearest(key, ours)} `python train.py --help` lists all keys"
 
@@ -115,10 +118,9 @@ def no_such_choice(configs: Path, group: str, choice: str) -> str:
 
 
 def _nearest(word: str, valid: list[str], prefix: str = "") -> str:
-    """`` Did you mean …?``, or nothing. Full names are compared first, then last parts: ``lr`` finds optimizer.lr."""
-    if not (near := difflib.get_close_matches(word, valid, n=1, cutoff=0.6)):
-        last = word.rsplit(".", 1)[-1]
-        near = [name for name in valid if name.rsplit(".", 1)[-1] == last][:1]
+    """`` Did you mean …?``, or nothing. Names with the same last part come first: ``lr`` finds optimizer.lr."""
+    same_last = [name for name in valid if name.rpartition(".")[2] == word.rpartition(".")[2]]
+    near = difflib.get_close_matches(word, same_last, 1, 0) or difflib.get_close_matches(word, valid, 1, 0.6)
     return f" Did you mean {prefix + near[0]!r}?" if near else ""
 
 

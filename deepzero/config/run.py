@@ -278,10 +278,12 @@ class RunConfig:
         """
         engine_keys = {f.name for f in fields(EngineConfig)}
         own_keys = {f.name for f in fields(cls)} - {"engine"}
+        of_others = {"experiment", "offload", "zeropp"}  # groups that set keys of others
         for key in mapping:
+            rule = f"must be the name of a file, {key}=NAME; the file has to begin with the line # @package _global_"
+            require(key not in of_others, key, mapping[key], rule)
             if key not in engine_keys | own_keys:
-                # The last three are groups that set keys of others.
-                raise unknown_key(key, {*engine_keys, *own_keys, "experiment", "offload", "zeropp"}, "")
+                raise unknown_key(key, engine_keys | own_keys | of_others, "")
         engine = {key: value for key, value in mapping.items() if key in engine_keys}
         for key, kind in (("optimizer", OptimizerConfig), ("scheduler", SchedulerConfig)):
             if key in engine:

@@ -235,12 +235,12 @@ def _map_tokens(path: Path) -> Tokens:
     """Memory-map one file in nanoGPT's convention: nothing but little-endian uint16."""
     try:
         size = path.stat().st_size
+        tokens = np.memmap(path, "<u2", "r", shape=(size // 2,)) if size > 1 else np.zeros(0, "<u2")
     except OSError as error:
         raise ConfigError(f"data=tokens: {path} cannot be read: {error.strerror}") from error
     if size == 0 or size % 2:
         problem = "is empty" if size == 0 else f"has {size} bytes, an odd number, so it is cut off or not uint16"
         raise ConfigError(f"data=tokens: {path} {problem}; write it with numpy: ids.astype('<u2').tofile(path)")
-    tokens = np.memmap(path, dtype="<u2", mode="r")
     if (magic := int.from_bytes(tokens[:2].tobytes(), "little")) in LLM_C_MAGIC:
         raise ConfigError(
             f"data=tokens: {path} is {LLM_C_MAGIC[magic]}, which starts with a header; nanoGPT's convention has none"

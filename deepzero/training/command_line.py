@@ -30,6 +30,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from deepzero.checkpoint.checkpoint_dir import LOCK, holds, release
 from deepzero.comm.process_group import refuse_missing_gpu
@@ -58,6 +59,7 @@ from deepzero.utils.formatting import flatten
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # The one source of defaults: configs/train.yaml begins with what the dataclasses say, and its groups hold choices.
 ConfigStore.instance().store("dataclasses", RunConfig.defaults())
+HYDRAS_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 NO_FOLDER = ("hydra.run.dir=.", "hydra.output_subdir=null")
 
 
@@ -84,13 +86,17 @@ class CommandLine:
         try:
             _prepare_words()
             hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(job)()
-        except (HydraException, OmegaConfBaseException, ConfigError) as error:
+        except (*HYDRAS_ERRORS, ConfigError) as error:
             self._refuse(plain_names(explain(error, CONFIGS, partial(valid_keys, sys.argv[1:]))))
         except BrokenPipeError:  # ``--help | head``
             raise
         except OSError as error:  # Hydra's: those of a run have been told
             said = f"cannot write to standard output: {error.strerror}"  # ``--help``; a file's error has its name
             self._refuse(str(cannot_write(Path(), error)) if error.filename else said)
+        except ValueError as error:
+            if NewFolders.noted is not None:  # not Hydra's
+                raise
+            self._refuse(f"Hydra refuses a flag, or cannot read a config file: {error}")
         except RuntimeError as error:
             # Of a launcher plugin: not installed, no Slurm here, or a job that failed elsewhere.
             missing = "Unknown plugin class" in str(error)
@@ -337,7 +343,10 @@ def with_fallback_batch(run: RunConfig) -> RunConfig:
 
 def settings_of(cfg: DictConfig) -> dict[str, Any]:
     """The composed config as plain dictionaries, interpolations resolved."""
-    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    try:
+        settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     return {str(key): value for key, value in settings.items()}
 
 
@@ -347,7 +356,7 @@ def compose(overrides: Sequence[str]) -> RunConfig:
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             return RunConfig.from_mapping(settings_of(hydra.compose("train", overrides=list(overrides))))
-    except (HydraException, OmegaConfBaseException) as error:
+    except HYDRAS_ERRORS as error:
         raise ConfigError(explain(error, CONFIGS, partial(valid_keys, overrides))) from None
 
 

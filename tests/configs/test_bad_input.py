@@ -31,6 +31,12 @@ REFUSED = [
     (["+scheduler.warmup=1"], ["scheduler.warmup", "warmup_steps"]),
     (["zero.stage=[1"], ["zero.stage=[1"]),
     (["zero.stage"], ["Write zero.stage=VALUE"]),
+    (["zero.stage=", "2"], ["2: this is no setting", "Write KEY=VALUE, without a space"]),
+    (["zero.stage:2"], ["zero.stage:2: this is no setting", "Write KEY=VALUE"]),
+    (["zero_optimization.stage=2"], ["Did you mean 'zero.stage'?"]),
+    (["bf16.enabled=true"], ["Did you mean 'precision=bf16'?"]),
+    (["zero.stage=${x}"], ["zero.stage: Interpolation key 'x' not found"]),
+    (["+offload.device=cpu"], ["offload={'device': 'cpu'}: must be the name of a file, offload=NAME"]),
     (["--zero.stage=2"], ["--zero.stage=2: settings have no dashes; write zero.stage=2"]),
     (["--model"], ["--model: settings have no dashes; write model=VALUE"]),
     (["~zero"], ["~zero: every run has a choice of zero: write zero=CHOICE, of default, stage1_allreduce"]),
@@ -158,6 +164,7 @@ def test_an_empty_corpus_and_a_good_one(tmp_path):
         (["zero=1"], "zero=1: no such choice. Did you mean 'zero.stage=1'?"),
         (["precision=16"], "precision=16: no such choice. Did you mean 'precision=fp16'? There are: bf16"),
         (["-m", "zero=0,1"], "Did you mean 'zero.stage=0,1'?"),
+        (["-m", "--cfg", "job"], "Hydra refuses a flag, or cannot read a config file: Only one of --run, --multirun"),
         (["hydra.run.dir=README.md"], "hydra.run.dir=README.md: README.md is a file"),
         (["hydra.run.dir=README.md/run"], "hydra.run.dir=README.md/run: README.md is a file"),
         pytest.param(
@@ -177,6 +184,24 @@ def test_on_the_command_line_there_is_one_message_and_status_2(arguments, said, 
 def test_the_flag_of_a_sweep_may_stand_between_the_settings(tmp_path):
     done = runs.refused("launch.nproc=0", "-m", "zero.stage=1", cwd=tmp_path)
     assert (done.status, done.err) == (2, "launch.nproc=0: must be at least 1 rank\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"zero: [", ["expected the node content", 'experiment/mine.yaml", line 1']),
+        (b"\xff", ["cannot read a config file", "invalid start byte"]),
+        (b"zero: {stage: 2}", ["experiment={'zero': {'stage': 2}}", "begin with the line # @package _global_"]),
+        (b"", ["experiment={}", "begin with the line # @package _global_"]),
+    ],
+)
+def test_a_file_of_choices_that_is_none(content, said, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_bytes(content)
+    done = runs.refused("--config-dir", str(tmp_path), "experiment=mine", cwd=tmp_path)
+    assert (done.status, done.out) == (2, "")
+    assert all(words in done.err for words in said) and "Traceback" not in done.err, done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["experiment"]
 
 
 def test_help_is_worth_reading(tmp_path):

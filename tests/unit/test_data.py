@@ -192,6 +192,9 @@ def test_token_files_that_are_none(tmp_path, train, val, message):
         load(tmp_path, "tokens")
     with pytest.raises(ConfigError, match=r"train\.bin is not a folder"):
         load(tmp_path / "train.bin", "tokens")
+    (tmp_path / "folder" / "train.bin").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"train\.bin cannot be read: Is a directory"):
+        load(tmp_path / "folder", "tokens")
 
 
 @pytest.mark.parametrize(
