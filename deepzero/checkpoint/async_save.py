@@ -276,7 +276,9 @@ class _Job:
             if rank != 0:
                 self.channel.set(f"{rank}/written", json.dumps(dataclasses.asdict(info)))
         except Exception as error:
-            self.channel.set(f"{rank}/failed", reason(error))
+            elsewhere = "; all ranks write into one folder, which has to be on a disk that their hosts share"
+            missing = rank > 0 and isinstance(error, FileNotFoundError)  # rank 0 has made it
+            self.channel.set(f"{rank}/failed", reason(error) + elsewhere * missing)
         return self._commit(collected.manifest, info) if rank == 0 else self._verdict()
 
     def _alive(self, written: int) -> None:

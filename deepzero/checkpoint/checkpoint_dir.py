@@ -37,7 +37,7 @@ RUN_CHECKPOINTS = "checkpoints"
 def check_tag(tag: str, otherwise: str = "") -> None:
     """Refuse a tag that is no name of a folder, or that ``latest`` would not give back as it is."""
     fits = len(tag.encode("utf-8", "replace")) <= MAX_TAG_BYTES and tag == tag.strip() != LATEST
-    if not fits or re.fullmatch(r"(?!\.)[^/\\\x00-\x1f\x7f]+", tag) is None:
+    if not fits or re.fullmatch(r"(?!\.)[^/\\\x00-\x1f\x7f\ud800-\udfff]+", tag) is None:
         raise CheckpointError(
             otherwise
             or f"tag {tag!r} cannot name a checkpoint: it becomes a folder, so it must not be empty or long, not begin "

@@ -393,8 +393,8 @@ class StoreMailbox:
         self._store = dist.PrefixStore(f"deepzero/{name}", store)
 
     def set(self, key: str, text: str) -> None:
-        """Write it, over whatever is there."""
-        self._store.set(key, text)
+        """Write it, over whatever is there; a folder's name in it may be no UTF-8."""
+        self._store.set(key, text.encode("utf-8", "surrogatepass"))
 
     def set_first(self, key: str, text: str) -> None:
         """Write it unless another rank was faster: all raise the same text."""
@@ -406,7 +406,7 @@ class StoreMailbox:
 
     def get(self, key: str) -> str | None:
         """The text, or None: a plain ``get`` of a missing key would wait for it."""
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return self._store.get(key).decode("utf-8", "surrogatepass") if self._store.check([key]) else None
 
     def remove(self, key: str) -> None:
         """Take a text away that everybody has read."""

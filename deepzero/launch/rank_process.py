@@ -170,7 +170,7 @@ on_stop_request, stop_signal = _STOP_REQUESTS.on_stop_request, _STOP_REQUESTS.st
 
 
 def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> None:
-    """End this process at once on SIGTERM, SIGINT or SIGHUP, and when process ``parent`` is no longer its parent.
+    """End this process at once on SIGTERM, SIGINT or SIGHUP, and when its launcher is gone (``parent``, or an agent).
 
     Where the program has called :func:`on_stop_request`, the first SIGTERM or SIGINT is passed on to it, and ends the
     process only when the grace is over. ``on_stop`` is called with the reason in words before; it has to be quick.
@@ -181,6 +181,8 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
         # The kernel kills this process when its parent ends, even while C code holds Python's lock for good.
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG in <linux/prctl.h>
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    # Without the agent there is no store, and nobody who would end this rank; another launcher's parent may be a shell.
+    launcher = os.getppid() if parent is None and "TORCHELASTIC_RUN_ID" in os.environ else parent
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     replaced: dict[int, Any] = {}
@@ -221,7 +223,9 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
             elif requests.asked_by is not None and time.monotonic() >= asked_at + grace:
                 late = f"it had not left {grace:g} s later"
                 leave(128 + requests.asked_by, f"stopped by {requests.asked_by.name}; {late}", on_stop)
-            elif not ready and parent is not None and os.getppid() != parent:
+            elif not ready and launcher is not None and os.getppid() != launcher:
+                with contextlib.suppress(Exception):
+                    print(f"rank {os.environ['RANK']}: the launcher has vanished", file=sys.stderr, flush=True)
                 leave(FAILURE_EXIT, "the launcher has vanished", on_stop)
 
     start_thread(wait_for_the_end, "deepzero-watch")

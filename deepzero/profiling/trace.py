@@ -167,13 +167,16 @@ class Recording:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 profiler.export_chrome_trace(str(part))
+                if not part.exists():  # torch raises nothing
+                    raise OSError("torch could not write it to its end: make room on the disk")
                 try:
                     weave(part, self._recorder, os.getpid())
                 except ValueError as error:
                     log.warning("profiler: the trace has no lanes and no memory timeline: %s", error)
                 part.replace(path)
             finally:
-                part.unlink(missing_ok=True)
+                for left in (part, part.with_name(f"{part.name}.tmp")):  # torch's, which would keep a full disk full
+                    left.unlink(missing_ok=True)
             if self._history is not None:
                 self._history.dump(str(self.folder / f"{stem}.memory_snapshot.pickle"))
         except Exception as error:  # what watches a run does not stop it

@@ -179,6 +179,26 @@ def test_places_that_cannot_be_written_or_are_taken(rank, world, tmp_path):
     steps(engine, rank, world, 1)
 
 
+@on_ranks()
+def test_a_folder_of_which_each_host_has_its_own(rank, world, tmp_path):
+    engine, write = engine_for(world, 1), async_save.write_shard
+    on_its_host = lambda path, *given: write(tmp_path / "elsewhere" / path.name, *given)
+    with patch.object(async_save, "write_shard", on_its_host if rank else write):
+        message = said(engine.save_checkpoint, tmp_path)
+    assert "rank 1: " in message and "on a disk that their hosts share" in message
+
+
+@on_ranks()
+def test_a_name_that_is_no_text(rank, world, tmp_path):
+    """The other ranks hear what is wrong with it."""
+    engine, name = engine_for(world, 1), os.fsdecode(b"na\xffme")
+    engine.save_checkpoint(tmp_path / name)
+    (tmp_path / name / "file").touch()
+    assert said(engine.save_checkpoint, tmp_path / name / "file").startswith(f"cannot write to {tmp_path / name}/file: ")
+    assert "cannot name a checkpoint" in said(engine.save_checkpoint, tmp_path, tag=name)
+    steps(engine, rank, world, 1)
+
+
 HOLD = """
 import os, sys, time
 from pathlib import Path

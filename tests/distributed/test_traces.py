@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import re
+import resource
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -15,7 +16,7 @@ from torch import nn
 
 from deepzero.comm.profiler_ranges import Label
 from deepzero.config.run import ProfilerConfig
-from deepzero.profiling.trace import trace
+from deepzero.profiling.trace import Recording, trace
 from deepzero.profiling.trace_events import Trace
 from deepzero.profiling.trace_summary import TraceSummary
 from tests.distributed.pool import on_ranks
@@ -276,6 +277,24 @@ def test_a_profiler_or_a_folder_that_fails_stops_nothing(rank, world, tmp_path):
         assert [entry["still_on"] for entry in metrics] == [False] * ACTIVE
         assert len(said) == 1 and said[0].startswith(line)
     assert [path.name for path in tmp_path.iterdir()] == ["traces"] and (tmp_path / "traces").is_file()
+
+
+@on_ranks(1)
+def test_a_trace_that_the_disk_does_not_take(rank, world, tmp_path):
+    """What torch has written of it goes again, or nothing else would find room."""
+    write, limits = Recording.write, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_a_full_disk(recording, profiler):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, limits[1]))
+        try:
+            write(recording, profiler)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    with mock.patch.object(Recording, "write", on_a_full_disk), log_lines() as said:
+        recorded(rank, world, tmp_path, RUNS["stage 2"])
+    assert list((tmp_path / "traces").iterdir()) == []
+    assert len(said) == 1 and "make room on the disk; training goes on" in said[0]
 
 
 def test_several_cycles_give_a_trace_each(ranks, tmp_path):

@@ -94,8 +94,9 @@ def test_a_stranger_on_this_machine_changes_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_leaves_no_orphan(tmp_path):
-    with runs.started([sys.executable, PROGRAMS, "sleep", str(tmp_path)], tmp_path) as command:
+@pytest.mark.parametrize("start", [[sys.executable], TORCHRUN], ids=["launcher", "torchrun"])
+def test_a_killed_launcher_leaves_no_orphan(start, tmp_path):
+    with runs.started([*start, PROGRAMS, "sleep", str(tmp_path)], tmp_path) as command:
         runs.wait_until(lambda: len(list(tmp_path.glob("alive*"))) == 2, "two ranks")
         command.process.kill()
         runs.wait_until(lambda: command.processes() == {}, "the ranks' end", 15)
