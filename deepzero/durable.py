@@ -51,7 +51,7 @@ def write_whole(path: Path, content: bytes | Callable[[BinaryIO], object], suffi
     """Put a file in its place, whole or not at all; :func:`flush_folder` makes its name last.
 
     Until then its name has ``suffix``: of this process's own, where several may write. A large ``content`` is a call
-    that writes to the file it is given.
+    that writes to the file it is given. An ``OSError`` has the name of ``path``.
     """
     temporary = path.with_name(f".{path.name}.{suffix}")
     try:
@@ -60,9 +60,13 @@ def write_whole(path: Path, content: bytes | Callable[[BinaryIO], object], suffi
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:  # a full disk keeps no half of a file
+    except BaseException as error:  # a full disk keeps no half of a file
         with contextlib.suppress(OSError):
             temporary.unlink()
+        # torch.save raises what it makes of the system's word.
+        told = error.__context__ if isinstance(error, RuntimeError) else error
+        if isinstance(told, OSError) and told.errno:
+            raise OSError(told.errno, told.strerror, str(path)) from None
         raise
 
 

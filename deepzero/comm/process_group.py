@@ -394,7 +394,7 @@ class StoreMailbox:
 
     def set(self, key: str, text: str) -> None:
         """Write it, over whatever is there; a folder's name in it may be no UTF-8."""
-        self._store.set(key, text.encode("utf-8", "surrogatepass"))
+        self._store.set(key, text.encode("utf-8", "surrogatepass"))  # type: ignore[arg-type]
 
     def set_first(self, key: str, text: str) -> None:
         """Write it unless another rank was faster: all raise the same text."""

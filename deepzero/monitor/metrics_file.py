@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -97,6 +98,8 @@ class MetricsFile:
         """Append a line."""
         line, written = (to_json(entry) + "\n").encode("utf-8"), 0
         try:
+            if not os.fstat(self._file).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "it was removed")
             while written < len(line):  # a disk that is almost full takes a part, and raises at the next
                 written += os.write(self._file, line[written:])
         except OSError as error:

@@ -194,7 +194,9 @@ def test_a_name_that_is_no_text(rank, world, tmp_path):
     engine, name = engine_for(world, 1), os.fsdecode(b"na\xffme")
     engine.save_checkpoint(tmp_path / name)
     (tmp_path / name / "file").touch()
-    assert said(engine.save_checkpoint, tmp_path / name / "file").startswith(f"cannot write to {tmp_path / name}/file: ")
+    assert said(engine.save_checkpoint, tmp_path / name / "file").startswith(
+        f"cannot write to {tmp_path / name}/file: "
+    )
     assert "cannot name a checkpoint" in said(engine.save_checkpoint, tmp_path, tag=name)
     steps(engine, rank, world, 1)
 

@@ -6,6 +6,7 @@ import os
 import re
 import tracemalloc
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -247,7 +248,7 @@ def test_a_bucket_is_gathered_once_for_all_of_its_parameters(rank, world, tmp_pa
 def full_disk(file, view):
     if file.tell() > 2000:
         raise OSError(errno.ENOSPC, "No space left on device")
-    file.write(view)
+    return file.write(view)
 
 
 @on_ranks()
@@ -270,8 +271,9 @@ def test_save_16bit_model_refuses_and_fails_on_all_ranks(rank, world, tmp_path):
     assert "pass the same" in said(engine.save_16bit_model, folder / str(rank))
     with patch.object(shard_file, "put", full_disk):
         assert "No space left" in said(engine.save_16bit_model, folder)
-    with patch.object(torch, "save", lambda _, file: full_disk(file, file.write(bytes(3000)))):
-        assert "No space left" in said(engine.save_16bit_model, folder, "model.pt")
+    save, full = torch.save, lambda file: SimpleNamespace(write=partial(full_disk, file))
+    with patch.object(torch, "save", lambda state, file: save(state, full(file))):
+        assert said(engine.save_16bit_model, folder, "model.pt").endswith("/out/model.pt: No space left on device")
     if rank == 0:
         assert (folder / "model.safetensors").read_bytes() == was and torch.load(folder / "model.pt")
         assert {path.name for path in folder.iterdir()} == {"model.safetensors", "pytorch_model.bin", "model.pt"}

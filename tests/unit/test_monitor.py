@@ -269,6 +269,13 @@ def test_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch):
     assert said.getvalue().count("metrics.jsonl: 2 entries could not be written") == 1
 
 
+def test_metrics_that_are_removed_under_a_run(tmp_path):
+    monitor, said = watched(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    monitor.step(step(1), 0.1)
+    assert f"[Errno 2] it was removed: '{tmp_path / 'metrics.jsonl'}'; training goes on" in said.getvalue()
+
+
 @pytest.mark.parametrize("what", ["summary.json", "error.txt"])
 def test_the_end_on_a_full_disk(what, tmp_path, capsys):
     (tmp_path / what).mkdir()  # nothing can be put there, whoever asks
