@@ -50,7 +50,7 @@ class Checkpointer:
     def __init__(self, engine: Engine, formats: Sequence[Format] = ()) -> None:
         self.engine, self.formats = engine, (read_foreign, *formats)
         self.saver = Saver(engine.comm.device, engine.config.comm.save_timeout_seconds)
-        self._weights_alone = False  # the engine's mixture is of a load without optimizer states
+        self._weights_alone = False  # what broke off is a load without optimizer states
         self._given: set[str] | None = None  # keys of the optimizer's groups before this engine's first step
         self._from_steps: set[str] = set()
         engine.callbacks.preconditions.append(self.check_loaded)
@@ -61,7 +61,7 @@ class Checkpointer:
 
     def check_loaded(self, call: str) -> None:
         """Raise when a step or a load broke off half-way, unless ``call`` loads another state."""
-        if (why := self.engine.state.mixture) is not None and not call.startswith("load_"):
+        if (why := self.engine.state.broke_off) is not None and not call.startswith("load_"):
             raise CheckpointError(f"{why}: the engine holds a mixture of two states. Load another one, or start again")
         if call == "engine.step()" and self._given is None:
             self._given = self._group_keys() - self._from_steps
@@ -164,7 +164,7 @@ class Checkpointer:
         folder = as_folder("load_checkpoint", load_dir)
         with together(own_words):
             self.engine.check("load_checkpoint")
-            why = None if self._weights_alone else self.engine.state.mixture
+            why = None if self._weights_alone else self.engine.state.broke_off
             if why is not None and (module_only or not optimizer_states):
                 raise CheckpointError(f"{why}: load the optimizer's states too, or start again")
         self.wait()
@@ -201,7 +201,7 @@ class Checkpointer:
                 self.engine.lr_scheduler.load_state_dict(schedule)
             if not module_only:
                 self._take_counters(loader, optimizer)
-        self.engine.state.mixture, self._weights_alone = None, False
+        self.engine.state.broke_off, self._weights_alone = None, False
         if (offload := self.engine.zero.offload) is not None and optimizer:
             for memory in offload.memories:
                 memory.broken = None
@@ -232,7 +232,7 @@ class Checkpointer:
         return saved["state"]
 
     def _fill(self, loader: Loader) -> None:
-        """Values into tensors, and from masters into the parameters. The engine holds a mixture until all is loaded."""
+        """Values into tensors, and from masters into the parameters. Until all is loaded the engine takes no step."""
         engine, zero = self.engine, self.engine.zero
         # All that is under way or kept of the state before goes first: later it would land on the loaded values.
         with together(own_words):  # stage 3 refuses a write to what is gathered, on the rank that wrote
@@ -241,8 +241,8 @@ class Checkpointer:
         engine.discard_gradients()
         zero.bucket_reducer.forget_residuals()
         # What broke off in a load of weights alone, another one ends.
-        self._weights_alone = not loader.optimizer and (engine.state.mixture is None or self._weights_alone)
-        engine.state.mixture = f"{loader.reader.path} was loaded in part only"
+        self._weights_alone = not loader.optimizer and (engine.state.broke_off is None or self._weights_alone)
+        engine.state.broke_off = f"{loader.reader.path} was loaded in part only"
         with engine.comm.ledger.aside(), torch.no_grad():
             loader.read()
             masters_lie_in = engine.config.zero.offload_optimizer.nvme_path or "host memory"

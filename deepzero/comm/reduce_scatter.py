@@ -80,7 +80,7 @@ class InflightReduce:
     around_sum: AroundSum
     first_param: str  # name of the bucket's first parameter, for traces
     terms: list[Term] = field(default_factory=list)  # what has to be added up when `pending` is over
-    factor: float = 1.0  # multiplies the sum
+    factor: float = 1.0  # multiplies each of the terms
     pending: Pending | None = None
     # qgZ alone: waits for `pending`, launches a second exchange, and puts its `terms` and `pending` in their place.
     second_hop: Callable[[], None] | None = None
@@ -277,6 +277,7 @@ class BucketReducer:
                 inflight.second_hop()
             if inflight.pending is not None:
                 inflight.pending.wait()
+            # Where the output is this rank's part alone, the sums are gathered at the boundary, or there is one rank.
             gather_follows = self.whole_sums and self.method == "exact" and bucket.shard_numel < inflight.output.numel()
             output = inflight.output.split(bucket.shard_numel)[comm.rank] if gather_follows else inflight.output
             with inflight.around_sum():

@@ -134,15 +134,15 @@ class DeepSpeedEngine(EngineGetters):
                 "set zero_optimization.reduce_bucket_size"
             )
         self._check_pass("allreduce_gradients")
-        if not self._is_reduction_boundary() or not self.zero.stage.gradients.present:
+        if not self._is_reduction_boundary() or not self.zero.stage.gradients.backward_ended:
             raise MisuseError(
                 "allreduce_gradients: further micro-batches of this optimizer step are to come, or none has been; call "
                 "it after its last backward pass, and before engine.step()"
             )
         # As a step: one that breaks off here leaves sums of which some are of all ranks.
-        self.state.open = True
+        self.state.undecided = True
         self.zero.stage.gradients.reduce_now()
-        self.state.open = False
+        self.state.undecided = False
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:

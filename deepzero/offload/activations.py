@@ -142,17 +142,17 @@ class Saved:
 
 
 class HostActivations:
-    """Hooks on saved tensors, and what they moved over ``wire``, which is their own.
+    """Hooks on saved tensors, and what they moved over ``copier``, which is their own.
 
     What ``parameters()``, asked at every forward pass, names stays on the device, and so do storages below
     ``min_bytes``. ``pin`` locks the pages of host buffers, where the system lets them be locked.
     """
 
     def __init__(
-        self, wire: HostDeviceCopier, parameters: Callable[[], Iterable[torch.Tensor]], min_bytes: int, pin: bool = True
+        self, copier: HostDeviceCopier, params: Callable[[], Iterable[torch.Tensor]], min_bytes: int, pin: bool = True
     ) -> None:
-        self.wire, self._parameters, self.min_bytes = wire, parameters, min_bytes
-        self.buffers = HostBuffers(wire.device, pin, wire.chaos.enabled)
+        self.copier, self._parameters, self.min_bytes = copier, params, min_bytes
+        self.buffers = HostBuffers(copier.device, pin, copier.chaos.enabled)
         self._serials = itertools.count()
         # By the storage's identity, and by serial: the one before was packed before it, so is needed after it.
         self._parked: weakref.WeakValueDictionary[int, Parked] = weakref.WeakValueDictionary()
@@ -175,7 +175,7 @@ class HostActivations:
             del flat  # not before the wait is in the stream
         self._stays = {tensor.untyped_storage()._cdata for tensor in self._parameters()}
         next(self._serials)  # before the first of a pass there is none
-        self.wire.meter.close_step()
+        self.copier.meter.close_step()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -188,7 +188,7 @@ class HostActivations:
         """Whether it is the plain view of a storage that is worth a copy, and no parameter's."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return False
-        if tensor.device != self.wire.device or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        if tensor.device != self.copier.device or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
             return False  # more than bytes in a storage
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
@@ -207,7 +207,7 @@ class HostActivations:
         if parked is None or parked.version != tensor._version or not same_counter(parked.watch, tensor):
             parked = Parked(tensor, self.buffers, next(self._serials))
             self._parked[storage._cdata] = self._by_serial[parked.serial] = parked
-            copy = self.wire.to_host(ACTIVATIONS_TO_HOST, parked.host, bytes_of_storage(storage, tensor.device))
+            copy = self.copier.to_host(ACTIVATIONS_TO_HOST, parked.host, bytes_of_storage(storage, tensor.device))
             parked.copies.append(copy)
             # The tensor lives until its copy has left; the buffer belongs to the copy as long.
             self._leaving.append((tensor, parked, copy))
@@ -260,8 +260,8 @@ class HostActivations:
         return here
 
     def _launch(self, parked: Parked) -> tuple[torch.Tensor, Transfer]:
-        flat = torch.empty(parked.nbytes, dtype=torch.uint8, device=self.wire.device)
-        parked.copies.append(self.wire.to_device(ACTIVATIONS_TO_DEVICE, flat, parked.host))
+        flat = torch.empty(parked.nbytes, dtype=torch.uint8, device=self.copier.device)
+        parked.copies.append(self.copier.to_device(ACTIVATIONS_TO_DEVICE, flat, parked.host))
         return flat, parked.copies[-1]
 
 
@@ -274,8 +274,8 @@ def build_host_activations(engine: Engine) -> None:
         whole = [param for param in engine.module.parameters() if not isinstance(param, ZeroParameter)]
         return [*whole, *engine.module.buffers()]
 
-    wire = HostDeviceCopier(comm.device, comm.ledger, comm.chaos, OffloadStats(), comm.ranges)
+    copier = HostDeviceCopier(comm.device, comm.ledger, comm.chaos, OffloadStats(), comm.ranges)
     smallest, pin = settings.cpu_checkpointing_min_bytes, settings.cpu_checkpointing_pin_memory
-    made = HostActivations(wire, lasting, smallest, pin)
+    made = HostActivations(copier, lasting, smallest, pin)
     comm.ledger.watch(HOST_ACTIVATIONS, made.buffers.tensors)
     engine.callbacks.around_forward.append(made.watching)

@@ -1,4 +1,4 @@
-"""The wire between device and host: copies in two verbs, counted, timed, and disturbed by chaos mode.
+"""The link between device and host: copies in two verbs, counted, timed, and disturbed by chaos mode.
 
 *Launch* (:meth:`HostDeviceCopier.to_host`, :meth:`HostDeviceCopier.to_device`) returns a :class:`Transfer`. Who
 reads the result on the device says ``copy.wait()``: the current stream goes on when the bytes are there. Who reads it

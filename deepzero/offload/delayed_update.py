@@ -136,7 +136,7 @@ class DelayedOptimizerShard(HostOptimizerShard):
                 f"the delayed update failed ({error!r}), and masters are half old, half new; load a checkpoint"
             )
             raise RuntimeError(self._broken) from error
-        self.host.wire.meter.legs[ADAM].add(*update.result(), time.perf_counter() - began)
+        self.host.copier.meter.legs[ADAM].add(*update.result(), time.perf_counter() - began)
 
     def apply_pending_update(self) -> None:
         """Wait, and send what was written: after the next publication the parameters are those of the masters.

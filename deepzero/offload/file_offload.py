@@ -11,7 +11,7 @@ no difference::
     disk    | read 0 | read 1    | write 0, read 2 | write 1, read 3 | ...
     CPU              | step on 0 | step on 1       | step on 2       | ...
 
-Two objects take the place of the host's: :class:`FileWire` moves a bucket between the device and a file in the two
+Two objects take the place of the host's: :class:`FileCopier` moves a bucket between the device and a file in the two
 verbs of a copy, and :class:`FileOptimizerShard` steps on buckets that are in memory for a while. Masters and the
 optimizer's state are views of the file's mapping. For the time of a bucket's step they are views of the buffer that
 has it; afterwards they are what they were, and whoever reads them finds what was written.
@@ -123,7 +123,7 @@ class FileBuffers(NamedTuple):
 # ---- 1 fetch, 3 gradient ready: between the device and a file --------------------------------------------------------
 
 
-class FileWire(HostDeviceCopier):
+class FileCopier(HostDeviceCopier):
     """A :class:`HostDeviceCopier` whose host side may lie in files: then a transfer goes through a buffer."""
 
     def __init__(self, *given: Any) -> None:
@@ -242,8 +242,8 @@ class ReadAhead:
     vain is dropped. Between steps, in evaluation, nothing is read ahead.
     """
 
-    def __init__(self, wire: FileWire) -> None:
-        self._wire = wire
+    def __init__(self, copier: FileCopier) -> None:
+        self._copier = copier
         self.free = deque[StagingBuffer]()  # the first used first
         self._order, self._last = list[FileFetch](), list[FileFetch]()  # of this step so far, and of the last one
         # Read ahead: which version of the parameters, into which buffer. The first is the next one to be fetched.
@@ -277,7 +277,7 @@ class ReadAhead:
         self.free[0].finish()  # it stays free if that fails
         buffer = self.free.popleft()
         pairs = [(fetch.view, in_front(buffer.memory, fetch.view))]
-        buffer.copy = self._wire.move(kind, pairs, fetch.padding, fetch.where)
+        buffer.copy = self._copier.move(kind, pairs, fetch.padding, fetch.where)
         self._coming.append((fetch.view._version, buffer))
 
     def discard(self) -> None:
@@ -316,15 +316,15 @@ class BucketBuffer(StagingBuffer):
         from the file    it is there     it is stepped on   into the file     it has left
     """
 
-    def read(self, wire: FileWire, upload: HostParamUpload, pieces: Sequence[FilePiece], rank: int) -> None:
+    def read(self, copier: FileCopier, upload: HostParamUpload, pieces: Sequence[FilePiece], rank: int) -> None:
         """Launch: what lies in files comes."""
         self.upload, self._pieces, start = upload, list[tuple[FilePiece, torch.Tensor]](), 0
         for piece in pieces:
             self._pieces.append((piece, in_front(self.memory[start:], piece.view)))
             start += piece.view.nbytes
-        wire.chaos.poison(self.memory)
+        copier.chaos.poison(self.memory)
         padding, where = upload.bucket.padding_of(rank), f"bucket {upload.bucket.index}"
-        self._launch = partial(wire.move, padding=padding, where=where)
+        self._launch = partial(copier.move, padding=padding, where=where)
         self._move(FILE_READ, [(piece.view, room) for piece, room in self._pieces if piece.comes])
 
     def write(self) -> None:
@@ -354,9 +354,9 @@ class BucketBuffer(StagingBuffer):
 class FileOptimizerShard(HostOptimizerShard):
     """A :class:`HostOptimizerShard` whose buckets come from files, are stepped on in ``rooms`` in turn, and go back."""
 
-    def __init__(self, wire: FileWire, rooms: Sequence[torch.Tensor], *given: Any, **more: Any) -> None:
+    def __init__(self, copier: FileCopier, rooms: Sequence[torch.Tensor], *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
-        self._wire = wire
+        self._copier = copier
         self._buffers = list(map(BucketBuffer, rooms))
         self._found: list[tuple[HostParamUpload, list[FilePiece]]] = []  # what comes into them in this step
 
@@ -375,7 +375,7 @@ class FileOptimizerShard(HostOptimizerShard):
         found = list[FilePiece]()
 
         def add(view: torch.Tensor, tensors: Sequence[Any], comes: bool = True, leaves: bool = True) -> None:
-            if self._wire.store_of(view) is None:
+            if self._copier.store_of(view) is None:
                 return
             if any(tensor is None or storage_ptr_of(tensor) != storage_ptr_of(view) for tensor in tensors):
                 raise RuntimeError(
@@ -400,10 +400,10 @@ class FileOptimizerShard(HostOptimizerShard):
         def read_next() -> None:
             buffer = free.popleft()
             buffer.finish()  # what it held has left
-            buffer.read(self._wire, *left.popleft(), self.rank)
+            buffer.read(self._copier, *left.popleft(), self.rank)
             coming.append(buffer)
 
-        self._wire.ahead.discard()
+        self._copier.ahead.discard()
         try:
             read_next()
             while coming:

@@ -68,17 +68,17 @@ class FileTransfer(Transfer):
 
     def __init__(
         self,
-        wire: HostDeviceCopier,
+        copier: HostDeviceCopier,
         kind: str,
         moves: Sequence[tuple[FileStore, torch.Tensor, torch.Tensor]],
         after: Callable[[], None] | None = None,
         onward: Callable[[], Transfer] | None = None,
     ) -> None:
-        self._wire, self._kind, self._moves, self._after, self._onward = wire, kind, moves, after, onward
+        self._copier, self._kind, self._moves, self._after, self._onward = copier, kind, moves, after, onward
         self._futures: list[Future[float]] | None = None
         self._began, self._finished = 0.0, False
-        wire.chaos.delay()
-        if not wire.chaos.puts_off():
+        copier.chaos.delay()
+        if not copier.chaos.puts_off():
             self._launch()
 
     def _launch(self) -> list[Future[float]]:
@@ -101,7 +101,7 @@ class FileTransfer(Transfer):
         self._finished, waited = True, time.perf_counter() - began
         done = [future.result() for future in futures if self._kind != FILE_WRITE or future.exception() is None]
         took = max(done, default=self._began) - self._began
-        self._wire.meter.legs[self._kind].add(sum(view.nbytes for _, view, _ in self._moves), took, waited)
+        self._copier.meter.legs[self._kind].add(sum(view.nbytes for _, view, _ in self._moves), took, waited)
 
     def wait(self) -> None:
         """As :meth:`finish`, as a disk knows nothing of streams; the current stream waits for what goes ``onward``."""

@@ -29,7 +29,7 @@ from deepzero.layout import FlatLayout
 from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.delayed_update import DelayedOptimizerShard
-from deepzero.offload.file_offload import FileBuffers, FileOptimizerShard, FileWire, in_files
+from deepzero.offload.file_offload import FileBuffers, FileCopier, FileOptimizerShard, in_files
 from deepzero.offload.optimizer_offload import MOMENTS, STAGING, HostGradients, HostOptimizerShard, Offload
 from deepzero.offload.pinned_arena import HostArena, HostMemory, HostMemoryError, Region
 from deepzero.placement import GroupPlan
@@ -101,7 +101,7 @@ def build_host(
     neighbours, threads = _neighbours(settings.threads, comm)
     filed = in_files(config)
     made = (comm.device, comm.ledger, comm.chaos, OffloadStats(), comm.ranges)
-    wire = FileWire(*made) if filed else HostDeviceCopier(*made)
+    copier = FileCopier(*made) if filed else HostDeviceCopier(*made)
     make_shard: Callable[..., HostOptimizerShard]
     make_shard = DelayedOptimizerShard if settings.delayed_update else HostOptimizerShard
     files: Mapping[str, HostMemory] = {}
@@ -117,10 +117,10 @@ def build_host(
             in_memory = [*itertools.chain(*buffers), *(r for r in plan.regions if r.category not in filed)]
             arena = HostArena(in_memory, comm.device, asks_for_pinning(settings, param), plan.elsewhere, neighbours)
             undo.callback(arena.close)
-            if isinstance(wire, FileWire):
-                undo.callback(wire.close)
-                wire.open(plan.regions, config)
-                files, make_shard = wire.files, partial(FileOptimizerShard, wire, wire.carve(buffers, arena))
+            if isinstance(copier, FileCopier):
+                undo.callback(copier.close)
+                copier.open(plan.regions, config)
+                files, make_shard = copier.files, partial(FileOptimizerShard, copier, copier.carve(buffers, arena))
         undo.pop_all()
     on_device = sum(g.layout.shard_numel - g.host_parameter_numel for g in planned if g.partitioned)
     if comm.rank == 0 and param.device == "cpu" and on_device:
@@ -131,7 +131,7 @@ def build_host(
             param.max_in_cpu,
             on_device,
         )
-    return Offload(arena, files, wire, threads, settings, plan.rooms, plan.sums, plan.staging, make_shard)
+    return Offload(arena, files, copier, threads, settings, plan.state_regions, plan.sums, plan.staging, make_shard)
 
 
 class HostPlan(NamedTuple):
@@ -139,7 +139,7 @@ class HostPlan(NamedTuple):
 
     regions: list[Region]
     elsewhere: list[Region]
-    rooms: list[Region]
+    state_regions: list[Region]
     sums: HostGradients | None
     staging: list[Region]
 
@@ -161,20 +161,21 @@ class HostPlan(NamedTuple):
             masters = Region(HOST_MASTERS, len(group.host_master_span), torch.float32)
             regions += [region for region in (kept, masters) if region.numel]
         stepped = [group for group in planned if group.trained]
-        rooms = [
+        state_regions = [
             Region(MOMENTS, group.host_optimizer_numel * moment_bytes[group.optimizer_group], torch.uint8)
             for group in planned
             if group.optimizer_group is not None
         ]
-        elsewhere = [] if makes_state_in_advance(optimizer) else [room for room in rooms if room.numel]
+        elsewhere = [] if makes_state_in_advance(optimizer) else [region for region in state_regions if region.numel]
         if elsewhere:
-            rooms = [Region(MOMENTS, 0, torch.uint8) for _ in rooms]
+            state_regions = [Region(MOMENTS, 0, torch.uint8) for _ in state_regions]
         sums = None
         if any(group.host_optimizer_buckets for group in stepped):
             sums = HostGradients(stepped, 2 if settings.delayed_update else 1, accumulation, depth + 1)
         staging = staging_regions(stepped, compute, settings)
-        regions += [room for room in rooms if room.numel] + (sums.regions if sums is not None else []) + staging
-        return cls(regions, elsewhere, rooms, sums, staging)
+        regions += [region for region in state_regions if region.numel]
+        regions += (sums.regions if sums is not None else []) + staging
+        return cls(regions, elsewhere, state_regions, sums, staging)
 
 
 def check_optimizer(settings: OffloadOptimizerConfig, optimizer: torch.optim.Optimizer) -> None:

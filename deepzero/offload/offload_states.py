@@ -108,15 +108,17 @@ class OffloadedStorages:
         HostMemoryError: there is no memory for the arena. Nothing has changed.
     """
 
-    def __init__(self, leaving: Leaving, reachable: Iterable[torch.Tensor], wire: HostDeviceCopier, pin: bool) -> None:
-        self._wire, regions = wire, plan(leaving)
-        self.arena = HostArena(regions, wire.device, pin)
+    def __init__(
+        self, leaving: Leaving, reachable: Iterable[torch.Tensor], copier: HostDeviceCopier, pin: bool
+    ) -> None:
+        self._copier, regions = copier, plan(leaving)
+        self.arena = HostArena(regions, copier.device, pin)
         rooms = (self.arena.allocate(*region) for region in regions)
         # Each with its size, and the room for what is in it.
         self._gone = [(storage, storage.nbytes(), next(rooms) if keep else None) for storage, keep in leaving]
         self._copies: list[Transfer] = []
-        kept = [(room, bytes_of_storage(storage, wire.device)) for storage, _, room in self._gone if room is not None]
-        for copy in [wire.to_host(STATES_TO_HOST, *pair) for pair in kept]:
+        kept = [(room, bytes_of_storage(storage, copier.device)) for storage, _, room in self._gone if room is not None]
+        for copy in [copier.to_host(STATES_TO_HOST, *pair) for pair in kept]:
             copy.wait()  # in the stream: memory that is given back is the next kernel's
         for storage, *_ in self._gone:
             storage.resize_(0)
@@ -143,11 +145,11 @@ class OffloadedStorages:
                 storage.resize_(0)
             raise
         for storage, _, kept in self._gone:
-            target = bytes_of_storage(storage, self._wire.device)
+            target = bytes_of_storage(storage, self._copier.device)
             if kept is None:
                 target.zero_()
             else:
-                self._copies.append(self._wire.to_device(STATES_TO_DEVICE, target, kept))
+                self._copies.append(self._copier.to_device(STATES_TO_DEVICE, target, kept))
         for copy in self._copies:
             copy.wait()
         for tensor, kind in self._marked:
@@ -158,7 +160,7 @@ class OffloadedStorages:
         """Give the arena back, when the copies from it have arrived: to unlock pages is to wait for all of them."""
         self._copies = []
         self.arena.close()
-        self._wire.meter.close_step()
+        self._copier.meter.close_step()
 
 
 def offload_states(  # noqa: D417  of an engine, which has it as a method
@@ -208,7 +210,7 @@ class StateOffloader:
         engine.callbacks.preconditions.append(self.check_present)
 
     @cached_property
-    def _wire(self) -> HostDeviceCopier:
+    def _copier(self) -> HostDeviceCopier:
         comm = self.engine.comm
         comm.ledger.untracked_kinds |= {STATES_TO_HOST, STATES_TO_DEVICE}
         comm.ledger.watch(HOST_STATES, lambda: [t for one, _ in self.offloaded for t in one.arena.tensors(HOST_STATES)])
@@ -230,7 +232,7 @@ class StateOffloader:
         error = lambda text: HostMemoryError(f"offload_states: {text}{advice}")
         try:
             with self.engine.comm.together(error, HostMemoryError):
-                made = OffloadedStorages(leaving, reachable, self._wire, pin_memory) if moved else None
+                made = OffloadedStorages(leaving, reachable, self._copier, pin_memory) if moved else None
         except HostMemoryError:
             if made is not None:
                 made.come_back()
@@ -289,7 +291,7 @@ class StateOffloader:
         if parameters and stage3 is not None and "lp_params" not in self.away:
             for bucket in stage3.coordinator.buckets:
                 if bucket.status is not ZeroParamStatus.NOT_AVAILABLE:
-                    raise RuntimeError(f"offload_states inside GatheredParameters({bucket.names}): leave it first")
+                    raise RuntimeError(f"offload_states inside GatheredParameters({bucket.label}): leave it first")
                 _ = bucket.shard  # what is on its way to it from the host has arrived
             stage3.coordinator.clear()
 
@@ -318,7 +320,7 @@ class StateOffloader:
         zero, stage3 = self.engine.zero, self.engine.zero.stage3
         gradients, offload = zero.stage.gradients, zero.offload
         separate = [t for group in zero.groups if (t := group.masters_on_device) is not None]
-        params = [t for group in zero.stores for t in group.parameter_storage] + self._plain_parameters()
+        params = [t for group in zero.all_groups for t in group.parameter_storage] + self._plain_parameters()
         tensors = {
             "optim_states": self._optimizer_states(),
             "hp_params": separate + [master for group in zero.groups for master in group.masters],
@@ -327,7 +329,9 @@ class StateOffloader:
             "contiguous_grad_buffer": list(zero.bucket_reducer.residuals()),
         }
         # Between two optimizer steps the sums are those of the last one, which nobody needs.
-        found = {name: [(t, name != "lp_grads" or gradients.present) for t in some] for name, some in tensors.items()}
+        found = {
+            name: [(t, name != "lp_grads" or gradients.backward_ended) for t in some] for name, some in tensors.items()
+        }
         buffers = [*zero.bucket_reducer.buffers(), *(offload.buffers_on_device() if offload is not None else ())]
         found["contiguous_grad_buffer"] += [(buffer, False) for buffer in buffers]
         return found
@@ -384,10 +388,10 @@ class StateOffloader:
             self._forward_hook = self.engine.module.register_forward_pre_hook(
                 lambda *_: self.check_present("forward"), prepend=True
             )
-        self.engine.fragments.away = self.check_present if self.away else None
-        for group in self.engine.zero.stores:
+        self.engine.fragments.check_present = self.check_present if self.away else None
+        for group in self.engine.zero.all_groups:
             for bucket in group.buckets if isinstance(group, PartitionedParamGroup) else ():
-                bucket.away = notice if not bucket.strategy.source.on_host else None
+                bucket.offloaded_notice = notice if not bucket.strategy.source.on_host else None
 
 
 def _chosen(include: Iterable[str | Enum] | str | None) -> frozenset[str]:

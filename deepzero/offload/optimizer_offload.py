@@ -8,7 +8,7 @@ happen to such a bucket::
     6 publish          they travel to the device, and from there to the other ranks, while the CPU steps on the next
 
     CPU     | step on 0 | step on 1 | step on 2 | ...
-    wire                | 0 up      | 1 up      | 2 up ...
+    copies              | 0 up      | 1 up      | 2 up ...
     ranks                           | gather 0  | gather 1 ...       (stages 1 and 2)
 
 :class:`HostOptimizerShard` implements ``runtime/zero/optimizer_shard.py``, which is all that the core sees of it.
@@ -63,10 +63,10 @@ class Offload:
 
     arena: HostArena
     files: Mapping[str, HostMemory]  # by category: what lies in a file instead
-    wire: HostDeviceCopier
+    copier: HostDeviceCopier
     threads: int  # of the CPU's step
     settings: OffloadOptimizerConfig
-    rooms: list[Region]  # of each trained group: what its optimizer state takes
+    state_regions: list[Region]  # of each trained group: what its optimizer state takes
     sums: HostGradients | None
     staging: list[Region]
     make_shard: Callable[..., HostOptimizerShard]
@@ -112,17 +112,17 @@ class Offload:
 
     def plain_all_gather(self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, where: str) -> PlainAllGather:
         """How a bucket's parameters on the host reach the device."""
-        return HostAllGather(self.wire, HOST_PARAMETERS in self.files, bucket, dtype, comm, where)
+        return HostAllGather(self.copier, HOST_PARAMETERS in self.files, bucket, dtype, comm, where)
 
     def allocate_state(self, optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -> None:
         """Make the optimizer's state; for what the CPU steps on, one column for each kind of state."""
         if not (in_files := MOMENTS in self.files):
             allocate_state(optimizer)
         self.columns = [{} for _ in groups]
-        for group, plan, columns in zip(groups, self.rooms, self.columns, strict=True):
-            if not plan.numel:
+        for group, region, columns in zip(groups, self.state_regions, self.columns, strict=True):
+            if not region.numel:
                 continue
-            room, extent = self.allocate(MOMENTS, plan.numel, plan.dtype), group.placement.host_optimizer_numel
+            room, extent = self.allocate(MOMENTS, region.numel, region.dtype), group.placement.host_optimizer_numel
             if in_files:  # CPUAdam's, made where it stays: host memory could not hold all of it, not for a while
                 columns |= zip(MOMENT_NAMES, room.view(torch.float32).split(extent), strict=True)
             for fragment, master in zip(group.fragments, group.masters, strict=True):
@@ -150,7 +150,7 @@ class Offload:
     ) -> OptimizerShard:
         """Carve what gradients and staging need, and build the shard around it. Arguments are OptimizerShard's."""
         for group in groups:
-            group.before_write = self.wire.finish_reads
+            group.before_write = self.copier.finish_reads
         if self.sums is not None:
             self.shard = self.make_shard(self, self.sums, optimizer, groups, *given, **more)
         self.drop_pages()  # the first values of masters and parameters are in their files
@@ -260,7 +260,7 @@ class HostGradients:
         slots: one more than the reducer has buckets, so that no reduction waits for the copy of the one before it.
     """
 
-    wire: HostDeviceCopier
+    copier: HostDeviceCopier
 
     def __init__(self, planned: Sequence[GroupPlan], copies: int, dtype: torch.dtype, slots: int) -> None:
         self.copies, self._current = copies, 0
@@ -271,12 +271,12 @@ class HostGradients:
         # The way down of each bucket's last sum, by group and number: it goes up again when it is there.
         self._down: dict[tuple[int, int], Transfer] = {}
 
-    def carve(self, allocate: HostAllocator, wire: HostDeviceCopier) -> None:
+    def carve(self, allocate: HostAllocator, copier: HostDeviceCopier) -> None:
         """Take the planned regions, and the slots on the device."""
-        self.wire, self._sums = wire, [allocate(*region) for region in self.regions]
+        self.copier, self._sums = copier, [allocate(*region) for region in self.regions]
         dtype = self.regions[0].dtype
-        rooms = [torch.zeros(self.largest, dtype=dtype, device=wire.device) for _ in range(self.slot_count)]
-        self.slots.extend(map(StagingBuffer, rooms))
+        zeros = [torch.zeros(self.largest, dtype=dtype, device=copier.device) for _ in range(self.slot_count)]
+        self.slots.extend(map(StagingBuffer, zeros))
 
     def sum_of(self, group: int, bucket: Bucket) -> torch.Tensor:
         """This rank's part of the bucket's sum, on the host; complete after :meth:`drain`."""
@@ -298,7 +298,7 @@ class HostGradients:
         slot.finish()
         target, key = self.sum_of(group, bucket), (group, bucket.index)
         source, where = slot.memory[: bucket.shard_numel], f"bucket {bucket.index}"
-        fetch = partial(self.wire.to_device, SUMS_TO_DEVICE, source, target, padding, where)
+        fetch = partial(self.copier.to_device, SUMS_TO_DEVICE, source, target, padding, where)
         # It left a whole micro-batch ago, if the model has many buckets; else it may be a reduction still, or several.
         if accumulate and all(other.taken != key for other in self.slots) and self._down[key].is_over():
             slot.copy = fetch()
@@ -312,7 +312,7 @@ class HostGradients:
                     slot.copy = fetch()
                 slot.copy.wait()
             yield
-            slot.copy = self._down[key] = self.wire.to_host(TO_HOST, target, source, padding, where)
+            slot.copy = self._down[key] = self.copier.to_host(TO_HOST, target, source, padding, where)
             slot.taken = None
 
         return source, there_and_back
@@ -343,7 +343,7 @@ class HostParamUpload:
         self._shard, self.number, self.bucket, self._staging = shard, number, bucket, staging
         self._staged = staging.memory if staging.memory.numel() else None
         self.group = shard.groups[number]
-        inside = self.group.inside(bucket)
+        inside = self.group.fragment_slice(bucket)
         self.fragments, self.masters = self.group.fragments[inside], self.group.masters[inside]
         self._on_host = self.group.placement.keeps_on_host(bucket)
         self.kept: torch.Tensor | None = None
@@ -384,7 +384,7 @@ class HostParamUpload:
             source = self.group.master_of(bucket) if memory is None else memory[: bucket.shard_numel]
             target, padding = self.group.param_shard(bucket), bucket.padding_of(self._shard.rank)
             with self.group.comm.ranges.span("publish", *self.where()):
-                copy = self._shard.gradients.wire.to_device(
+                copy = self._shard.gradients.copier.to_device(
                     TO_DEVICE, target, source.detach(), padding, f"bucket {bucket.index}"
                 )
             self._staging.copy = copy
@@ -439,7 +439,7 @@ class HostOptimizerShard(OptimizerShard):
 
     def __init__(self, host: Offload, sums: HostGradients, *given: Any, **more: Any) -> None:
         self.host, self.gradients = host, sums
-        self.gradients.carve(host.allocate, host.wire)
+        self.gradients.carve(host.allocate, host.copier)
         staging = [StagingBuffer(host.allocate(*region)) for region in host.staging]
         self.on_uploaded: Callable[[int, Bucket, Callable[[], None] | None], None] | None = None
         """The stage's: new parameters of (group, bucket) are in place (None), or are when the function returns."""
@@ -503,5 +503,5 @@ class HostOptimizerShard(OptimizerShard):
                 with upload.group.comm.ranges.span("step", *upload.where()):
                     self._optimizer_step(upload.masters, divisor, outs)
                 took = time.perf_counter() - began
-                self.host.wire.meter.legs[ADAM].add(bytes_of_step(self, upload.masters, outs), took, took)
+                self.host.copier.meter.legs[ADAM].add(bytes_of_step(self, upload.masters, outs), took, took)
                 upload.send()

@@ -49,17 +49,18 @@ class BackwardPasses:
         """Backward passes that have ended since the last boundary; whether one began at a loss given to this engine."""
         # Losses of this step's micro-batches, detached: reading one would make the CPU wait for the GPU.
         self._losses: list[torch.Tensor] = []
-        # The rest is about the backward pass under way. Its loss: the one that was given to engine.backward or
-        # engine.scale, or else one that is put together from the model's outputs.
+        # The rest is about the backward pass under way. Its loss is the one that was given to engine.backward or
+        # engine.scale, or else the sum of what the model's outputs contribute (``_output_gradient``).
         self._given_loss: torch.Tensor | None = None
         self._seen_loss: torch.Tensor | None = None
         self._inside_backward = False  # engine.backward runs it
         self._loss_is_scaled = False  # its loss carries the loss scale
-        self._given_trains = False  # the graph of its given loss has a trained parameter
-        self._reached = False  # it has reached a trained parameter
+        self._given_trains = False  # its given loss depends on a trained parameter
+        self._reached_param = False  # it has reached a trained parameter
         self._at_boundary = False  # it belongs to the step's last micro-batch
-        # A weak reference to the function that autograd calls at its end. Dead after a pass that broke off.
-        self._armed: Callable[[], Callable[..., None] | None] | None = None
+        # The function that autograd was asked to call at its end, as a weak reference. None before the pass is noticed;
+        # dead when it broke off, as autograd has dropped the function.
+        self._end_callback: Callable[[], Callable[..., None] | None] | None = None
         self._warned_unscaled = False
         # Autograd may call hooks on several streams; these run on the one of the forward pass (``home_stream.py``).
         self._home = HomeStream(stage.comm.device)
@@ -91,12 +92,12 @@ class BackwardPasses:
         try:
             with self._comm.ranges.span("backward"):
                 self._scale_loss(loss, factor).backward(retain_graph=retain_graph)
-            if self.count == ended_before:  # the pass met no hook of ours, so nobody has asked for its end
+            if self.count == ended_before:  # the pass met no hook of ours, so autograd was not asked to call ``_end``
                 self._at_boundary = self._is_reduction_boundary()
                 self._end()
         except BaseException:
-            if self._armed is not None:
-                self._armed = lambda: None  # dead, though a thread of autograd's may hold it for a moment more
+            if self._end_callback is not None:
+                self._end_callback = lambda: None  # dead, though a thread of autograd's may hold it for a moment more
             raise
         finally:
             self._inside_backward = self._loss_is_scaled = False
@@ -118,11 +119,11 @@ class BackwardPasses:
         return scaled
 
     def _scaled_pass_begins(self, _: torch.Tensor) -> None:
-        self._arm()
+        self._ensure_end_callback()
         self._loss_is_scaled = True
 
     def _given_pass_begins(self, loss: torch.Tensor, trains: bool, _: torch.Tensor) -> None:
-        self._arm()
+        self._ensure_end_callback()
         # engine.scale may be called for several losses of one pass: their sum is its loss. A loss that was given to
         # engine.backward is already the whole.
         if not self._inside_backward:
@@ -132,34 +133,34 @@ class BackwardPasses:
     def _output_gradient(self, value: torch.Tensor | None, grad: torch.Tensor) -> None:
         """A backward pass has reached the model's output: ask for its end, and note what the loss was."""
         self._check("backward")
-        self._arm()
+        self._ensure_end_callback()
         if value is not None:
             # A loss that the program puts together from several outputs is taken to be linear in each of them: then
             # an output contributes its value times its gradient.
             part = value * grad.detach().float().reshape(())
             self._seen_loss = part if self._seen_loss is None else self._seen_loss + part
 
-    def _arm(self) -> None:
-        """Ask the autograd engine to call :meth:`_end` at the end of the backward pass that is under way."""
+    def _ensure_end_callback(self) -> None:
+        """Ask autograd to call :meth:`_end` at the end of the backward pass that is under way, unless it was asked."""
         # It must be asked in the *outermost* pass: reentrant checkpointing runs passes inside it, which end earlier.
         # The model's outputs get their gradients first, and call this; else a parameter's hook does.
-        if self._armed is not None:
-            # Asked already; or an earlier pass broke off after it had reached a parameter: that stays (``aborted``)
+        if self._end_callback is not None:
+            # It was asked; or an earlier pass broke off after it had reached a parameter, and :meth:`aborted` says so
             # until its gradients are dropped.
-            if self._reached or self._armed() is not None:
+            if self._reached_param or self._end_callback() is not None:
                 return
-            self._forget_broken()
+            self._drop_broken_pass()
         end = self._home.hook(self._end)
-        self._armed, self._at_boundary = weakref.ref(end), self._is_reduction_boundary()
+        self._end_callback, self._at_boundary = weakref.ref(end), self._is_reduction_boundary()
         Variable._execution_engine.queue_callback(end)
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
     def _gradient_ready(self, param: nn.Parameter) -> None:
         """Autograd's own hook, of each parameter whose ``.grad`` is complete."""
-        if not self._reached:  # the first of the pass
-            self._arm()
-            self._reached = True
+        if not self._reached_param:  # the first of the pass
+            self._ensure_end_callback()
+            self._reached_param = True
         self._comm.ledger.note("gradient_ready")
         with torch._C.DisableTorchFunctionSubclass():  # asking for .grad needs no values: no detour through Python
             # Only fp16 has a scale other than 1. A pass that began at a scaled loss has scaled every gradient already.
@@ -183,8 +184,8 @@ class BackwardPasses:
         given = self._given_loss
         loss = given if given is not None else self._seen_loss
         # A given loss whose graph has no trained parameter (an empty batch, say) counts as a pass all the same.
-        counts = self._reached or self._inside_backward or (given is not None and not self._given_trains)
-        self._forget()
+        counts = self._reached_param or self._inside_backward or (given is not None and not self._given_trains)
+        self._reset_pass()
         if not counts:
             self._stage.forget_pass()
             return
@@ -192,7 +193,7 @@ class BackwardPasses:
             self._stage.backward_end(self._at_boundary)
         except BaseException:
             # Some of its buckets have left, others have not: the pass has broken off, as ``aborted`` will say.
-            self._reached, self._armed = True, lambda: None
+            self._reached_param, self._end_callback = True, lambda: None
             raise
         self.count += 1
         self.any_given_loss |= given is not None
@@ -200,9 +201,9 @@ class BackwardPasses:
             self._losses.append(loss)
         self._comm.ledger.note("backward_end")
 
-    def _forget(self) -> None:
-        self._reached = self._loss_is_scaled = self._given_trains = False
-        self._armed = self._given_loss = self._seen_loss = None
+    def _reset_pass(self) -> None:
+        self._reached_param = self._loss_is_scaled = self._given_trains = False
+        self._end_callback = self._given_loss = self._seen_loss = None
 
     # ---- between steps -----------------------------------------------------------------------------------------------
 
@@ -215,21 +216,21 @@ class BackwardPasses:
 
     def aborted(self) -> bool:
         """Whether a backward pass has reached parameters, never ended, and is not under way now."""
-        armed = self._armed is not None and self._armed() is not None
-        if torch._C._current_graph_task_id() != -1 or self._inside_backward or armed:
-            return False  # in this thread, or in another
-        if self._armed is not None and not self._reached:
-            self._forget_broken()
-        return self._reached
+        will_end = self._end_callback is not None and self._end_callback() is not None
+        if torch._C._current_graph_task_id() != -1 or self._inside_backward or will_end:
+            return False  # one is under way, in this thread or in another
+        if self._end_callback is not None and not self._reached_param:
+            self._drop_broken_pass()
+        return self._reached_param
 
-    def _forget_broken(self) -> None:
+    def _drop_broken_pass(self) -> None:
         """Forget a pass that broke off before it reached a parameter, and what the stage has counted of it."""
-        self._forget()
+        self._reset_pass()
         self._stage.forget_pass()
 
     def discard(self) -> None:
         """Forget the passes of this optimizer step, also one that broke off."""
-        self._forget()
+        self._reset_pass()
         self._losses, self.count, self.any_given_loss = [], 0, False
 
     def remove(self) -> None:

@@ -41,8 +41,8 @@ from deepzero.runtime.zero.optimizer_shard import OptimizerShard
 from deepzero.runtime.zero.overlap_param_gather import OverlappedZeroStage1And2, OverlappedZeroStage3
 from deepzero.runtime.zero.partition_plan import is_real, plan_partitioning
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepzero.runtime.zero.stage3 import ZeroStage3, partition_model, place_whole
-from deepzero.runtime.zero.stage_1_and_2 import ParamGroup, ZeroStage1And2
+from deepzero.runtime.zero.stage3 import ZeroStage3, partition_model
+from deepzero.runtime.zero.stage_1_and_2 import ParamGroup, ZeroStage1And2, move_whole
 from deepzero.runtime.zero.zeropp import build_quantizer
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Dtypes:
 
     @classmethod
     def of(cls, config: EngineConfig, world_size: int | None = None) -> Dtypes:
-        """The wire dtype is the compute dtype unless ``communication_data_type`` says otherwise; of one rank always."""
+        """Gradients travel in ``communication_data_type``; by default, and with one rank, in the compute dtype."""
         compute = config.precision.dtype
         wire = (config.communication_data_type if world_size != 1 else None) or compute
         return cls(*(TORCH_DTYPES[name] for name in (compute, wire, config.grad_accum_dtype)))
@@ -97,7 +97,7 @@ class ZeroComponents:
         return self.stage if isinstance(self.stage, ZeroStage3) else None
 
     @property
-    def stores(self) -> list[ParamGroup]:
+    def all_groups(self) -> list[ParamGroup]:
         """All groups, those that are not trained (stage 3) too."""
         return [*self.groups, *(self.stage3.frozen_groups if self.stage3 is not None else ())]
 
@@ -111,7 +111,8 @@ class ZeroComponents:
         """
         if self.offload is None:
             return {}
-        return {kind.removeprefix("offload."): leg.as_dict() for kind, leg in self.offload.wire.meter.last_step.items()}
+        legs = self.offload.copier.meter.last_step
+        return {kind.removeprefix("offload."): leg.as_dict() for kind, leg in legs.items()}
 
     def forget_residuals(self) -> None:
         """Drop what quantisation has kept and measured of gradients that are not used."""
@@ -130,7 +131,7 @@ class ZeroComponents:
             self.meter.close_step(applied)
         ledger.close_step()
         if self.offload is not None:
-            self.offload.wire.close_step()
+            self.offload.copier.close_step()
 
     def close(self) -> None:
         """The engine is destroyed: host memory is unlocked, and goes back to the system with its last tensor."""
@@ -165,9 +166,9 @@ def build_zero(
     moments = [moment_bytes(optimizer, steps_on, index) for index in range(len(optimizer.param_groups))]
     per_tensor = {index for index, group in enumerate(optimizer.param_groups) if is_per_tensor(optimizer, group)}
     if settings.stage == 3:
-        planned, limit = plan_partitioning(names, chosen, settings, comm.world_size, per_tensor)
+        planned, lookahead = plan_partitioning(names, chosen, settings, comm.world_size, per_tensor)
     else:
-        planned, limit = plan_groups(chosen, config, comm.world_size, per_tensor), 0
+        planned, lookahead = plan_groups(chosen, config, comm.world_size, per_tensor), 0
     planned = plan_offload(planned, settings, dtypes.compute)
     # A second bucket is filled while the first is under way; with one rank, or without overlap, none ever is.
     depth = 2 if settings.overlap_comm and comm.world_size > 1 else 1
@@ -184,10 +185,10 @@ def build_zero(
         if settings.stage == 3:
             place_buffers(model, comm, dtypes.compute)
             host = (None, None) if offload is None else (offload.allocate, offload.plain_all_gather)
-            stored, coordinator = partition_model(names, planned, limit, settings, comm, dtypes.compute, *host)
+            all_groups, coordinator = partition_model(names, planned, lookahead, settings, comm, dtypes.compute, *host)
         else:
-            stored = place_model(model, planned, config, comm, offload)
-        groups = [group for group in stored if group.placement.trained]  # stage 3 has frozen ones, too
+            all_groups = place_model(model, planned, config, comm, offload)
+        groups = [group for group in all_groups if group.placement.trained]  # stage 3 has frozen ones, too
         if isinstance(optimizer, CPUAdam):
             agree_on_kernel(optimizer, dtypes.accumulation, dtypes.compute, planned, comm)
         # Its state is made for fragments of masters now, not in the first step: a run that does not fit ends here.
@@ -206,7 +207,7 @@ def build_zero(
         order = reduce_order(groups, arrival)
         shard = _build_optimizer_shard(optimizer, groups, config, reducer, dtypes, offload)
         gradients = GradientReducer(shard, order, unreduced, reducer, every_pass, settings.overlap_comm)
-        stage = _build_stage(model, gradients, stored, coordinator, settings)
+        stage = _build_stage(model, gradients, all_groups, coordinator, settings)
         if offload is not None and offload.shard is not None:
             # The CPU steps bucket by bucket; the parameters of one are published while it steps on the next.
             offload.shard.on_uploaded = stage.uploaded
@@ -294,7 +295,7 @@ def place_model(
     # Parameters in no group, frozen or not, have no master and no place in the layout; each is cast by itself.
     placed = {param for group in planned for param in group.params}
     for param in (p for p in names if p not in placed):
-        place_whole(param, comm, dtype if is_real(param) else param.dtype)
+        move_whole(param, comm, dtype if is_real(param) else param.dtype)
     # Group by group: within one, the model's memory is freed before its masters and its flat buffer are taken.
     allocate, replicated = offload.allocate if offload is not None else None, config.zero.stage == 0
     return [ParamGroup([names[p] for p in group.params], group, dtype, comm, allocate, replicated) for group in planned]
@@ -365,7 +366,7 @@ def _build_reducer(
         # though the magnitudes of their gradients have nothing to do with each other.
         exact = {g for g, group in enumerate(groups) if config.zero.stage == 3 and not group.placement.partitioned}
         layouts = [group.layout for group in groups]
-        numel = 2 * sum(layout.padded_numel for layout in layouts)
+        numel = 2 * sum(layout.padded_numel for layout in layouts)  # packed and unpacked in a step
         dtypes_on_the_way = {dtypes.wire, torch.float32}
         quantizer = build_quantizer(
             "gradients", quantization.gradient_bits, quantization, numel, dtypes_on_the_way, comm

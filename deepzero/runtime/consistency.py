@@ -39,9 +39,8 @@ from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.strict import ConfigError
 from deepzero.device import accelerator_of
 from deepzero.runtime.grad_norm import EXPONENT_BINS, norm_from_bins
-from deepzero.runtime.zero.parameter_all_gather import SETUP_BROADCAST
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
-from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import SETUP_BROADCAST, ParamGroup
 from deepzero.utils.formatting import flatten
 
 log = logging.getLogger(__name__)

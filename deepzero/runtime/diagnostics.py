@@ -95,20 +95,20 @@ def tensor_words(ledger: Ledger, zero: ZeroComponents, tensor: torch.Tensor) -> 
     buffers = [(f"send buffer {n}", b.send) for n, b in enumerate(zero.bucket_reducer._all_buffers)]
     buffers += [(f"receive buffer {n}", b.recv_buffer) for n, b in enumerate(zero.bucket_reducer._all_buffers)]
     places = [name for name, buffer in buffers if same(buffer)]
-    for number, store in enumerate(zero.stores):
+    for number, group in enumerate(zero.all_groups):
         grads = zero.optimizer_shard.grad_S[number] if number < len(zero.groups) else None
-        for bucket in store.layout.buckets:
-            parts: list[torch.Tensor | None] = [None if store.replicated else store.param_shard(bucket)]
+        for bucket in group.layout.buckets:
+            parts: list[torch.Tensor | None] = [None if group.replicated else group.param_shard(bucket)]
             if grads is not None:
-                start = store.layout.shard_numel - grads.numel()
-                parts.append(bucket.of(grads) if store.replicated else bucket.shard_of(grads, start))
-            if isinstance(store, PartitionedParamGroup):
-                parts.append(store.buckets[bucket.index]._gathered)
+                start = group.layout.shard_numel - grads.numel()
+                parts.append(bucket.of(grads) if group.replicated else bucket.shard_of(grads, start))
+            if isinstance(group, PartitionedParamGroup):
+                parts.append(group.buckets[bucket.index]._gathered)
             else:
-                parts.append(bucket.of(store.flat_P))
-            parts += [m for m, f in zip(store.masters, store.fragments, strict=False) if f.slot in bucket.slots]
+                parts.append(bucket.of(group.flat_P))
+            parts += [m for m, f in zip(group.masters, group.fragments, strict=False) if f.slot in bucket.slots]
             if any(same(part) for part in parts):
-                names = [store.names[slot.index] for slot in bucket.slots]
+                names = [group.names[slot.index] for slot in bucket.slots]
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 places.append(f"bucket {bucket.index} of group {number} ({', '.join(names[:3])}{more})")
     return ", ".join([*ledger.categories_of(tensor), *places])

@@ -81,12 +81,12 @@ class StepState:
     boundary: bool | None = None
     inside_no_sync: bool = False
     step_without_sync: int = -1  # the optimizer step in which ``no_sync`` was entered last
-    open: bool = False  # from the boundary (4) until the ranks have agreed (5): gradients may still be dropped
-    applied: bool = False  # the last call of ``step`` has changed the parameters
+    undecided: bool = False  # from the boundary (4) until the ranks have agreed (5): gradients may still be dropped
+    applied: bool = False  # the last call of ``step`` has updated the parameters
     asked_to_stop: bool = False  # ``request_stop`` was called on this rank
     stopping: bool = False  # on all ranks since a step in which one had been asked to: time to save and leave
     hopeless_steps: int = 0  # skipped in a row, where no smaller loss scale can help: see ``_check_finite``
-    mixture: str | None = None  # what broke off (5, 6, a load) and left two steps' values mixed: only a load may follow
+    broke_off: str | None = None  # which step or load did, and left the values of two steps mixed: a load must follow
     destroyed: bool = False
 
 
@@ -185,11 +185,11 @@ class Engine(nn.Module):
         if self.state.destroyed:
             raise MisuseError(f"{call} after engine.destroy(): give the model to deepzero.initialize again")
         self.check(call)
-        if self.state.open or self.passes.aborted():
+        if self.state.undecided or self.passes.aborted():
             step = "optimizer step broke off before ranks had agreed on it"
             backward = "backward pass broke off before its end"
             raise RuntimeError(
-                f"the last {step if self.state.open else backward}, and its gradients are incomplete; call "
+                f"the last {step if self.state.undecided else backward}, and its gradients are incomplete; call "
                 "engine.discard_gradients() on every rank, then begin the optimizer step again with its first "
                 "micro-batch"
             )
@@ -265,7 +265,7 @@ class Engine(nn.Module):
 
     def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
         ledger, zero = self.comm.ledger, self.zero
-        self.state.open = True
+        self.state.undecided = True
         # 4 boundary: end the passes, flush, wait. A rank in trouble does so too: the others count on its collectives.
         with self.comm.ranges.span("boundary"):
             trouble = _prepare_step(zero)
@@ -280,25 +280,25 @@ class Engine(nn.Module):
             loss = self.passes.take_loss(micro_batches)
             agreement = agree(self.comm, bins, loss, micro_batches, self.state.asked_to_stop, trouble is not None)
         # From here on all ranks hold the same agreement, so they take the same branch of everything below.
-        self.state.open = False
+        self.state.undecided = False
         self.state.stopping = agreement.stop
         # The scale that divides these gradients is the one that multiplied their loss: read before it is updated.
         scale, mean_divisor = self.scaler.scale, self._mean_divisor()
         lr = self.optimizer.param_groups[0].get("lr")  # a user's own optimizer may have none
         lr = float("nan" if lr is None else lr)  # a number: in a tensor, the schedule would change it later
-        _settle(self, agreement, trouble)
+        _raise_or_rescale(self, agreement, trouble)
         # The norm was taken of sums that still carry the loss scale, the ranks and the micro-batches. Dividing the norm
         # in place of the gradients leaves one pass over them: the optimizer divides by mean_divisor * clip as it reads.
         norm = agreement.norm / mean_divisor
         clip = clip_divisor(norm, self.config.gradient_clipping) if agreement.finite else 1.0
         if agreement.finite:
-            self.state.mixture = f"optimizer step {self.global_steps + 1} broke off"
+            self.state.broke_off = f"optimizer step {self.global_steps + 1} broke off"
             with self.comm.ranges.span("step"):
                 zero.optimizer_shard.step(mean_divisor * clip)
             ledger.note("step")
             with self.comm.ranges.span("publish"):  # 6
                 zero.stage.publish()
-            self.state.mixture = None
+            self.state.broke_off = None
             ledger.note("publish")
         else:
             # An overflow: parameters, moments and schedule stay. In fp16 the next batch tries the smaller scale.
@@ -340,10 +340,9 @@ class Engine(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """As in DDP: no reduction inside. Stages 0 and 1 reduce before the boundary with ``overlap_comm`` alone."""
         if self.zero.stage.gradients.every_pass:
-            stage = self.config.zero.stage
             what = "comm.world_size_invariant, which reduces every micro-batch in the order of the global batch; set "
             what += "it to false"
-            if stage >= 2:
+            if (stage := self.config.zero.stage) >= 2:
                 what = f"zero.stage={stage}, which is there to avoid the whole gradients that it would keep. Without "
                 what += "it each micro-batch is reduced as it comes, to the same sums; with zero.stage=1 once per step"
             raise MisuseError(f"the no_sync context manager is incompatible with {what}")
@@ -364,8 +363,8 @@ class Engine(nn.Module):
         # Hooks first, so that no pass under way hands on another gradient; then what the stage has of them.
         self.passes.discard()
         self.zero.stage.discard_gradients()
-        if self.state.open:
-            self.state.open = False
+        if self.state.undecided:
+            self.state.undecided = False
             self.zero.drop_step(self.comm.ledger)
         # Back to the first micro-batch, or the boundary would come after fewer of them than the mean divides by.
         self.micro_steps -= self.micro_steps % self.batch.accumulation
@@ -389,7 +388,7 @@ class Engine(nn.Module):
         """Parameters and masters are about to be written: nothing old stays gathered, or on its way from the host."""
         self.zero.stage.before_writes()
         if self.zero.offload is not None:
-            self.zero.offload.wire.finish_reads()
+            self.zero.offload.copier.finish_reads()
 
     def destroy(self) -> None:
         """Let go of the model: it keeps its values and may be given to ``initialize`` again. Twice is harmless."""
@@ -421,8 +420,8 @@ def _prepare_step(zero: ZeroComponents) -> RuntimeError | None:
     return found
 
 
-def _settle(engine: Engine, agreement: StepAgreement, trouble: RuntimeError | None) -> None:
-    """Raise, on all ranks, where the run has to stop: nothing was updated. Else update the loss scale."""
+def _raise_or_rescale(engine: Engine, agreement: StepAgreement, trouble: RuntimeError | None) -> None:
+    """Raise, on all ranks, where this step cannot be taken: nothing was updated. Else update the loss scale."""
     zero, scale = engine.zero, engine.scaler.scale
     try:
         if agreement.trouble:

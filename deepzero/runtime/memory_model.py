@@ -417,7 +417,7 @@ def build_ledger(
     memory["buckets"] = bucket_bytes(layouts, comm.world_size, comm.device_type, sizes, comm.nodes)
     if offload is not None:
         traffic |= _copies(built, comm.world_size, sizes) | _file_traffic(built, comm.world_size, sizes)
-        placements = [group.placement for group in built.stores]
+        placements = [group.placement for group in built.all_groups]
         on_device, memory[STAGING] = offload_bytes(config.zero, placements, sizes, comm.world_size)
         memory["buckets"] += on_device
         memory = {offload.ledger_name(category): size for category, size in memory.items()}
@@ -461,7 +461,7 @@ def _states(built: ZeroComponents, world: int, sizes: StateSizes) -> tuple[dict[
     """Bytes of model states by category, and the bytes of padding in all of them."""
     offload = built.offload
     copies = offload.sums.copies if offload is not None and offload.sums is not None else 1
-    true, rest = (Elements.of(built.stores, count) for count in (Bucket.true_numel, _rest))
+    true, rest = (Elements.of(built.all_groups, count) for count in (Bucket.true_numel, _rest))
     memory, padding = (predicted_memory(elements, world, sizes, copies) for elements in (true, rest))
     # Moments are counted by optimizer group, of which each may keep other ones.
     kept, rooms = Counter[str](), 0
@@ -476,7 +476,7 @@ def _states(built: ZeroComponents, world: int, sizes: StateSizes) -> tuple[dict[
     padding[MOMENTS] = rooms // world
     # Flat buffers have padding, tensors of autograd and of the optimizer have none; rooms for moments have.
     padding["moments"] = 0
-    if offload is not None and not any(room.numel for room in offload.rooms):
+    if offload is not None and not any(region.numel for region in offload.state_regions):
         padding[MOMENTS] = 0  # the optimizer makes its own, without padding
     if sizes.unreduced == sizes.compute:
         padding["gradients"] -= rest.trained * sizes.unreduced
@@ -489,7 +489,7 @@ def _copies(built: ZeroComponents, world: int, sizes: StateSizes) -> dict[str, T
     Before each micro-batch but the first the sums go up, to be added to. Parameters that live in host memory travel
     when they are fetched, which is in stage 3's plan.
     """
-    true, rest = (Elements.of(built.stores, count) for count in (Bucket.true_numel, _rest))
+    true, rest = (Elements.of(built.all_groups, count) for count in (Bucket.true_numel, _rest))
     stepped = [(g.placement, b) for g in built.groups for b in g.layout.buckets if g.placement.steps_on_host(b)]
     sent = [bucket for placement, bucket in stepped if not placement.keeps_on_host(bucket)]
 
@@ -554,7 +554,8 @@ def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledg
         return [*built.bucket_reducer.buffers(), *on_wire, *built.bucket_reducer.residuals()]
 
     padding = _padding(built)
-    ledger.watch("parameters", lambda: [t for g in built.stores for t in g.parameter_storage], padding["parameters"])
+    parameters = lambda: [t for group in built.all_groups for t in group.parameter_storage]
+    ledger.watch("parameters", parameters, padding["parameters"])
     ledger.watch("masters", lambda: [group.masters_on_device for group in built.groups], padding["masters"])
     ledger.watch("gradients", built.stage.gradients.held_gradients, padding["gradients"])
     ledger.watch("moments", moments, padding["moments"])
@@ -583,7 +584,7 @@ def _padding(built: ZeroComponents) -> Counter[str]:
         if tensor is not None:
             found[category] += tensor.nbytes - numel * tensor.itemsize
 
-    for group in built.stores:
+    for group in built.all_groups:
         fragments, placement = group.fragments, group.placement
         if isinstance(group, PartitionedParamGroup):
             on_host = sum(f.numel for f in fragments if f.shard_start < placement.host_parameter_numel)

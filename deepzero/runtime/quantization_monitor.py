@@ -134,7 +134,7 @@ class QuantizationMonitor:
         for bucket, pair in zip(weights, sums, strict=False):
             if self._note_ratio("weights", short_name([param._record.name for param in bucket.params]), pair):
                 # Nothing is gathered now. Both names, so that the old strategy's secondary shard is freed.
-                bucket.strategy = bucket.gathered_by = bucket.strategy.unquantized()
+                bucket.strategy = bucket.gathered_by = bucket.strategy.without_quantization()
         for key, pair in zip(gradients, sums[len(weights) :], strict=True):
             if self._note_ratio("gradients", self.names[key], pair) and reduce is not None:
                 reduce.exact_buckets.add(key)

@@ -74,7 +74,7 @@ def try_all(rank, world, folder, stage, precision, cases, right):
             ALL[name](place, folder / "later", Random(zlib.crc32(name.encode()) + seed))
         process_group.barrier()
         outcome = said(load, engine, place)
-        mixture, wrong = engine.state.mixture is not None, None
+        mixture, wrong = engine.state.broke_off is not None, None
         if mixture:
             assert "mixture of two states" in said(engine, *my_micro_batches(0, rank, world, 2, 1)[0])
             assert "mixture of two states" in said(engine.save_checkpoint, folder / "never")

@@ -61,7 +61,7 @@ def test_without_an_optimizer(rank, world, tmp_path, stage):
     assert torch.equal(engine(*batch), plain(*batch))
     assert torch.equal(deepzero.initialize(model=cut, config=settings)[0](*batch), plain(*batch))
     if stage == 3:
-        held = sum(part.numel() for group in engine.zero.stores for part in group.parameter_storage)
+        held = sum(part.numel() for group in engine.zero.all_groups for part in group.parameter_storage)
         assert 0 < held < engine.model_numel / world * 1.2 and engine.zero.optimizer_shard.grad_S == []
     for call, words in ((lambda: engine.backward(engine(*batch)), "backward"), (engine.step, r"engine\.step\(\)")):
         with pytest.raises(AssertionError, match=rf"{words}: this engine evaluates only"):

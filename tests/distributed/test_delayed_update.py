@@ -140,7 +140,7 @@ def test_what_a_late_step_moved_is_measured(rank, world):
     go(engine, rank, world, 0, AFTER + 2)
     engine.finish_delayed_update()
     numel = sum(master.numel() for master in engine.zero.optimizer_shard.grads)
-    meter = engine.zero.offload.wire.meter
+    meter = engine.zero.offload.copier.meter
     legs = [meter.last_step["offload.optimizer_step"], meter.legs["offload.optimizer_step"]]
     engine.destroy()
     seconds = time.perf_counter() - began

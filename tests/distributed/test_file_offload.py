@@ -212,7 +212,7 @@ def test_a_disk_that_fails_in_a_fetch(rank, world, tmp_path):
         engine = built(settings(3, tmp_path, {}, precision="bf16"), Wide)
         losses.append(go(engine, rank, world, 0, 2))
         if fails:
-            engine.zero.offload.wire.ahead.discard()  # so that the next fetch reads, and meets the disk
+            engine.zero.offload.copier.ahead.discard()  # so that the next fetch reads, and meets the disk
             error = OSError(errno.EIO, "Input/output error")
             with mock.patch("os.preadv", side_effect=error), pytest.raises(RuntimeError, match="Input/output error"):
                 go(engine, rank, world, 2, 3)

@@ -74,7 +74,7 @@ def peak_of(settings, world, given_on_device, frozen, monkeypatch):
         if on_host := settings.zero.offload_optimizer.device == "cpu":
             patched.setattr(optimizer_offload, "allocate_state", meter.on_host(optimizer_offload.allocate_state))
         if not given_on_device:
-            patched.setattr(stage_1_and_2, "lies_on", lambda params, device: False)
+            patched.setattr(stage_1_and_2, "any_on", lambda params, device: False)
         with torch.device("meta"), meter if given_on_device else contextlib.nullcontext():
             model = Stack(frozen)
         given = 4 * sum(param.numel() for param in model.parameters()) if given_on_device else 0

@@ -76,8 +76,8 @@ class UnreducedGradients:
         # even while the first is still here: so the bits of the sum do not depend on when the bucket leaves.
         self._waiting: dict[int, torch.Tensor] = {}
         self._second: dict[int, torch.Tensor] = {}
-        # How many references a tensor has that nobody else holds: such a gradient may be added to in place.
-        self._alone = references(torch.empty(0))
+        # How many references torch counts for a tensor that one variable holds: such a gradient is added to in place.
+        self._sole_references = references(torch.empty(0))
         # By bucket and send buffer: the views into which gradients are copied, each with its parameter's id, and the
         # padding between them. Cut once, as buffers are kept. The views keep the storage, so its handle stays its own.
         self._targets: dict[tuple[int, ...], tuple[list[tuple[int, torch.Tensor]], list[torch.Tensor]]] = {}
@@ -126,14 +126,14 @@ class UnreducedGradients:
         if before.is_sparse:
             return before.add_(grad) if grad.is_sparse else grad + before
         # Autograd may leave views of one gradient in several parameters (a sum of two flattened ones).
-        return before.add_(grad) if references(before) <= self._alone else before + grad
+        return before.add_(grad) if references(before) <= self._sole_references else before + grad
 
     def waiting_of(self, param: nn.Parameter) -> torch.Tensor | None:
         """1-D: what waits to be sent next of one parameter, or None."""
         grad = self._waiting.get(id(param), self._second.get(id(param)))
         return _dense(grad).reshape(-1) if grad is not None else None
 
-    def waiting(self, g: int, bucket: Bucket) -> bool:
+    def any_waiting(self, g: int, bucket: Bucket) -> bool:
         """Whether any gradient of a bucket waits to be sent."""
         if not (self._waiting or self._second):  # as at the end of nearly every pass
             return False
@@ -244,7 +244,7 @@ class GradientReducer:
         # Of the backward pass under way: the position in ``order`` of the bucket that leaves next, which parameters'
         # gradients have arrived (by id), how many each bucket still waits for (by position).
         self._cursor = 0
-        self._seen: set[int] = set()
+        self._arrived: set[int] = set()
         self._position = {
             id(self.groups[g].params[slot.index]): position
             for position, (g, bucket) in enumerate(order)
@@ -254,9 +254,8 @@ class GradientReducer:
         self._pass_began = False
         # Buckets that are sent twice in this pass, by position: a leaf module with parameters there was complete twice.
         self._sent_twice: set[int] = set()
-        # ``present``: a backward pass has ended since the last step. ``reduced``: gradients of this step have been
-        # sent, so that the next ones are added to them in ``grad_S``.
-        self.present = self.reduced = False
+        # Since the last step a backward pass has ended; gradients were sent, and the next ones are added to their sums.
+        self.backward_ended = self.reduced = False
         # Buckets whose whole sums have been gathered since their last reduction, so that every rank has them.
         self._whole_gathered: set[tuple[int, int]] = set()
 
@@ -269,7 +268,7 @@ class GradientReducer:
         """
         sent_now = self._sent_now(is_reduction_boundary)
         # A second gradient of one pass (see backward_end) must not overtake the first, whose bucket may be on its way.
-        self.unreduced.take(param, again=sent_now and id(param) in self._seen)
+        self.unreduced.take(param, again=sent_now and id(param) in self._arrived)
         if not sent_now:
             return
         self._pass_began = True
@@ -287,7 +286,7 @@ class GradientReducer:
             return
         self._pass_began = True
         mine = [param for param in params if id(param) in self._position]
-        self._sent_twice.update(self._position[id(param)] for param in mine if id(param) in self._seen)
+        self._sent_twice.update(self._position[id(param)] for param in mine if id(param) in self._arrived)
         for param in mine:
             self._count(param)
         while not self._missing[self._cursor]:
@@ -295,8 +294,8 @@ class GradientReducer:
             self._cursor += 1
 
     def _count(self, param: nn.Parameter) -> None:
-        if (param_id := id(param)) not in self._seen:
-            self._seen.add(param_id)
+        if (param_id := id(param)) not in self._arrived:
+            self._arrived.add(param_id)
             self._missing[self._position[param_id]] -= 1
 
     def _sent_now(self, is_reduction_boundary: bool) -> bool:
@@ -306,7 +305,7 @@ class GradientReducer:
 
     def backward_end(self, is_reduction_boundary: bool) -> None:
         """Launch what no further gradient will complete. A parameter without gradient counts as zeros."""
-        self.present = True
+        self.backward_ended = True
         if not self._sent_now(is_reduction_boundary):
             return
         # Also where the pass has reached no parameter on this rank: on others it has, and they have sent their buckets.
@@ -317,7 +316,7 @@ class GradientReducer:
         # the sum's bits do not depend on what else is in the bucket.
         # Of a leaf module ranks have different gradients, but all have seen it complete equally often: that decides.
         for position, (g, bucket) in enumerate(self.order):
-            if position in self._sent_twice or self.unreduced.waiting(g, bucket):
+            if position in self._sent_twice or self.unreduced.any_waiting(g, bucket):
                 self._reduce_bucket(g, bucket, is_reduction_boundary, again=True)
         self.unreduced.name_unused()
         self.forget_pass()
@@ -328,7 +327,7 @@ class GradientReducer:
         self._cursor = 0
         self._pass_began = False
         self._sent_twice.clear()
-        self._seen.clear()
+        self._arrived.clear()
         self._missing = [*(len(bucket.slots) for _, bucket in self.order), 1]
         self.unreduced.forget_pass()
 
@@ -361,12 +360,12 @@ class GradientReducer:
     def reduce_gradients(self) -> None:
         """4: flush and wait. Of what has left during the backward pass only the last buckets have to be waited for."""
         self.reduce_now()
-        self.present = self.reduced = False
+        self.backward_ended = self.reduced = False
 
     def reduce_now(self) -> None:
         """Send what waits, if nothing has been sent in this step; wait for what is under way."""
         if not self.reduced:
-            # Stages 0 and 1 without overlap. Or there is no gradient here: zeros go, as the others wait for ours.
+            # Stages 0 and 1 without overlap. Or this rank has no gradient: it sends zeros, as the others wait for them.
             for g, bucket in self.order:
                 self._reduce_bucket(g, bucket, is_reduction_boundary=True)
             self.unreduced.name_unused()
@@ -393,17 +392,14 @@ class GradientReducer:
 
     def norm_sq_partials(self) -> torch.Tensor:
         """This rank's shares of the global norm, int64 ``[EXPONENT_BINS]``, which ranks add up: ``grad_norm.py``."""
-        # Nearly all were measured when they were written. Left are those whose last sum was not of the last
-        # micro-batch, and those that were changed.
+        # Nearly all buckets were measured when their sums were written. Left are those that the last micro-batch did
+        # not add to, and those that were changed since.
         for g, bucket in self.order:
             if bucket.index not in self._norms[g].fresh:
                 self._norms[g].measure(bucket.shard_offset, self.shard.grad_shard(g, bucket), 0)
-        self._forget_norms()
-        return torch.stack([norms.norm_sq_partials() for norms in self._norms]).sum(0)
-
-    def _forget_norms(self) -> None:
         for norms in self._norms:
             norms.fresh.clear()
+        return torch.stack([norms.norm_sq_partials() for norms in self._norms]).sum(0)
 
     def param_norm_sq(self) -> list[torch.Tensor]:
         """Sums of squares of this rank's part of the last norm's sums, by parameter: fp64, one tensor a group."""
@@ -426,8 +422,9 @@ class GradientReducer:
         self.shard.discard_grads()
         self.unreduced.discard()
         self.forget_pass()
-        self._forget_norms()
-        self.present = self.reduced = False
+        for norms in self._norms:
+            norms.fresh.clear()
+        self.backward_ended = self.reduced = False
 
     def held_gradients(self) -> list[torch.Tensor]:
         """Tensors counted as gradients."""

@@ -271,8 +271,8 @@ def take_back(param: torch.Tensor, values: torch.Tensor) -> str:
 
 def check_on_device(bucket: PartitionedBucket) -> None:
     """Raise while this rank's shard of ``bucket`` is offloaded (``offload_states``)."""
-    if bucket.away is not None:
-        raise PartitionedUseError(f"the values of {bucket.names} are not on the device: {bucket.away}")
+    if bucket.offloaded_notice is not None:
+        raise PartitionedUseError(f"the values of {bucket.label} are not on the device: {bucket.offloaded_notice}")
 
 
 def accept_writes(bucket: PartitionedBucket) -> None:

@@ -78,7 +78,7 @@ class ModuleHooks:
     ) -> None:
         self.coordinator, self._leaf_done = coordinator, leaf_done
         self._names = {module: name or type(module).__name__ for name, module in model.named_modules()}
-        # Calls of each leaf in forward passes whose backward passes are to come.
+        # How often each leaf ran in forward passes whose backward passes are to come.
         self._leaf_calls: dict[nn.Module, int] = {}
         self._warned_autocast = False
         self._packs = self.pack  # one object, by which our own hook is recognised
@@ -125,7 +125,7 @@ class ModuleHooks:
 
     # ---- forward: hooks are plain functions, as dynamo can step around those, not around an object -------------------
 
-    # Most modules find their bucket gathered. Hooks are then all that they cost, so these look first, and call little.
+    # Most modules find their bucket gathered. The hooks are then all that stage 3 costs them, so they check that first.
 
     def _pre_forward_hook(self, hooked: nn.Module, params: list[ZeroParameter], counted: bool) -> Callable[..., None]:
         coordinator, own, name = self.coordinator, keys_of(params), self._names[hooked]
@@ -336,14 +336,14 @@ class ModuleHooks:
         # Inside ``GatheredParameters`` our hooks see it.
         if torch.is_grad_enabled() and not bucket.gather_refs:
             raise RuntimeError(
-                f"a double backward pass (create_graph=True) through {bucket.names} is not possible under ZeRO stage "
+                f"a double backward pass (create_graph=True) through {bucket.label} is not possible under ZeRO stage "
                 "3: its weights are released and fetched again in between. Use stage 2 for gradient penalties"
             )
         # A bucket's generation grows with every write. Plain autograd compares version counters of the saved tensor;
         # here no tensor was saved, so this is that check.
         if bucket.generation != packed.generation:
             raise RuntimeError(
-                f"this backward pass goes through a forward pass that saw older values of {bucket.names}: they were "
+                f"this backward pass goes through a forward pass that saw older values of {bucket.label}: they were "
                 "changed in between (engine.step(), a write, the end of GatheredParameters with a modifier_rank). Run "
                 "the forward pass again, or call engine.backward inside of the context"
             )
@@ -360,16 +360,16 @@ class ModuleHooks:
         if packed.dtype != flat.dtype:
             flat = flat.view(packed.dtype)
         view = flat.as_strided(packed.shape, packed.stride, packed.offset)
-        # A context shows exact values, and so was this one when it was saved; passes go on with quantised ones.
+        # A context shows unquantised values, and so was this one when it was saved; passes go on with quantised ones.
         if packed.source is not None and bucket.gathered_by.quantizes:
-            bucket.gather_again(ON_REQUEST, exact=True)
+            bucket.gather_again(ON_REQUEST, may_quantize=False)
             view = view.clone()
-            bucket.gather_again(ON_REQUEST, exact=False)
+            bucket.gather_again(ON_REQUEST, may_quantize=True)
         return view
 
     # ---- on demand ---------------------------------------------------------------------------------------------------
 
-    def gather_for_use(self, buckets: list[PartitionedBucket], what: str) -> AbstractContextManager[None] | None:
+    def fetch_on_demand(self, buckets: list[PartitionedBucket], what: str) -> AbstractContextManager[None] | None:
         """A use outside the parameter's module: permitted inside a forward or backward pass, for one operation."""
         return self._one_operation(buckets, what) if self._stack or in_backward() else None
 

@@ -132,7 +132,7 @@ class OptimizerShard:
             for bucket in group.layout.buckets:
                 sums = bucket.of(self.grad_S[g]) if group.replicated else self.grad_shard(g, bucket)
                 first, _ = group.part_of(bucket)
-                inside = group.inside(bucket)
+                inside = group.fragment_slice(bucket)
                 for fragment, master in zip(group.fragments[inside], group.masters[inside], strict=True):
                     grads[master] = sums[fragment.shard_start - first :][: fragment.numel].view_as(master)
         return grads
@@ -184,7 +184,7 @@ class OptimizerShard:
         for turn in turns:
             here = [(g, bucket) for g, bucket in turn if not self.groups[g].placement.steps_on_host(bucket)]
             # A bucket may have no fragment on this rank.
-            masters = [m for g, bucket in here for m in self.groups[g].masters[self.groups[g].inside(bucket)]]
+            masters = [m for g, bucket in here for m in self.groups[g].masters[self.groups[g].fragment_slice(bucket)]]
             self.sub_groups += cut_into_sub_groups(masters, self._sub_group_size)
             last_of[len(self.sub_groups) - 1] = here
 

@@ -376,7 +376,7 @@ class OverlappedZeroStage3(ZeroStage3):
             bucket = self._to_fetch.pop(0)
             ledger.note("fetch", "ahead of the next step", f"bucket {bucket.key}")
             with ranges.span("fetch", bucket.key, "the step", "ahead"), ledger.aside(next_step=True):
-                bucket.launch(FORWARD, exact=False)
+                bucket.launch(FORWARD, may_quantize=True)
             self.coordinator.count_live(bucket.key, "the step")
             self._ahead.append(bucket)
             with _CHANGES:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 
 # The ledger's names for what is sent of parameters.
-SETUP, SETUP_BROADCAST = "setup.gather", "setup.broadcast"
 FORWARD = "parameters.all_gather_forward"
 BACKWARD = "parameters.all_gather_backward"
 EVALUATION = "parameters.all_gather_evaluation"
@@ -78,7 +77,7 @@ class PlainAllGather:
         return self.quantizer is not None
 
     @property
-    def exact(self) -> PlainAllGather:
+    def unquantized(self) -> PlainAllGather:
         """The strategy that brings the very values of the ranks' shards, for gathers beside this one."""
         return self
 
@@ -122,9 +121,9 @@ class PlainAllGather:
         self.arrive()
         self._messages = PlainAllGather._messages  # a view kept here would keep the pool from reusing the buffer
 
-    def unquantized(self) -> PlainAllGather:
+    def without_quantization(self) -> PlainAllGather:
         """The strategy that replaces this one, also under hpZ, when values are no longer quantised."""
-        return self.exact
+        return self.unquantized
 
     # ---- this rank's shard, on its way into its message --------------------------------------------------------------
 

@@ -54,13 +54,12 @@ from deepzero.runtime.zero.module_registry import register_external_parameter
 from deepzero.runtime.zero.parameter_all_gather import (
     ON_REQUEST,
     ON_REQUEST_BROADCAST,
-    SETUP,
-    SETUP_BROADCAST,
     PlainAllGather,
     send_to_replicas,
 )
 from deepzero.runtime.zero.partition_plan import is_real
 from deepzero.runtime.zero.partitioned_bucket import INIT_KEY, PartitionedBucket, ZeroParamStatus
+from deepzero.runtime.zero.stage_1_and_2 import SETUP, SETUP_BROADCAST
 from deepzero.utils.dispatch import hide_from_checkpointing, outliving_pass
 from deepzero.utils.errors import ConfigError, PartitionedUseError
 from deepzero.utils.meta_device import materialize
@@ -248,7 +247,7 @@ def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
 
 
 @outliving_pass()
-def _all_gather_params(buckets: Sequence[PartitionedBucket], kind: str) -> None:
+def _all_gather_params(buckets: Sequence[PartitionedBucket], kind: str = SETUP) -> None:
     """Gather the very values of ``buckets``, outside of passes: launch all, then wait. A collective.
 
     In passes ``PartitionedParameterCoordinator.fetch_sub_module`` does (DeepSpeed's ``__all_gather_params`` there).
@@ -267,7 +266,7 @@ def unpartition(param: ZeroParameter) -> None:
     """A plain parameter again, with its values. A collective, unless its bucket is gathered."""
     bucket, _ = param._record.placed()
     gathered = bucket.status is ZeroParamStatus.AVAILABLE
-    _all_gather_params([bucket], SETUP)
+    _all_gather_params([bucket])
     # A copy, as the buffer goes back to the pool, or to the next parameter of the bucket.
     values = bucket.value(param).clone()
     if not gathered:
@@ -317,7 +316,7 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
         # One call for the buckets of each engine, in the order that is the same on all ranks.
         for hooks in dict.fromkeys(bucket.hooks for bucket in buckets):
             asked = [bucket for bucket in buckets if bucket.hooks is hooks]
-            use = hooks.gather_for_use(asked, f"{name} of {missing._record.name}") if hooks is not None else None
+            use = hooks.fetch_on_demand(asked, f"{name} of {missing._record.name}") if hooks is not None else None
             if use is None:
                 raise guards.use_error(missing._record, f"used ({name})")
             uses.enter_context(use)
@@ -474,7 +473,7 @@ class Init:
             try:
                 # The others may not have had this rank's exception, and would not take part in a broadcast.
                 if error_type is None:
-                    self._partition_again(only_unseen=False)
+                    self._partition_again(only_unviewed=False)
             finally:
                 while self._open:  # what a write made whole is forgotten; the shards stay as they were
                     self._open.popitem()[0].release(error_type or RuntimeError)
@@ -495,7 +494,7 @@ class Init:
                 if outermost:
                     self._under_construction.discard(id(module))
             if outermost and self.entered:
-                self.entered[0]._partition_again(only_unseen=True)
+                self.entered[0]._partition_again(only_unviewed=True)
                 self.entered[-1]._partition_own(module)
 
         self._wrapped.append((cls, original))
@@ -538,7 +537,7 @@ class Init:
         the parameter stays whole until the view is gone. When the operation raises, nothing is taken over.
         """
         # First cut what earlier writes have left whole, so that at most one operation's parameters are whole.
-        self._partition_again(only_unseen=True)
+        self._partition_again(only_unviewed=True)
         params = partitioned_in((args, kwargs))
         # The parameters themselves: ``params`` may be aliases of them.
         records = {param._record for param in params}
@@ -547,15 +546,15 @@ class Init:
         whole.kinds = SETUP, SETUP_BROADCAST
         whole.gather()
         # The references that are ours: any more are views, through which a later line of the constructor may write.
-        alone = [references(bucket.gathered) for bucket in whole.buckets]
+        own_references = [references(bucket.gathered) for bucket in whole.buckets]
         try:
             result = _with_views(func, args, kwargs, params)
         except BaseException as error:
             # Now, as the traceback holds views: they would pass for views through which the program may write.
             whole.release(type(error))
             raise
-        self._open[whole] = alone
-        self._partition_again(only_unseen=True)
+        self._open[whole] = own_references
+        self._partition_again(only_unviewed=True)
         return result
 
     def _copy(self, param: ZeroParameter) -> Tensor:
@@ -565,20 +564,20 @@ class Init:
             return values
         return self._partition_param(nn.Parameter(values, param.requires_grad), param._record.name, values.dtype)
 
-    def _partition_again(self, only_unseen: bool) -> None:
-        """Partition what a write made whole; with ``only_unseen``, where no view of it is held any more."""
-        for whole, alone in list(self._open.items()):
-            held = (references(bucket.gathered) > own for bucket, own in zip(whole.buckets, alone, strict=True))
-            if not (only_unseen and any(held)):
+    def _partition_again(self, only_unviewed: bool) -> None:
+        """Partition what a write made whole; with ``only_unviewed``, where no view of it is held any more."""
+        for whole, counts in list(self._open.items()):
+            held = (references(bucket.gathered) > own for bucket, own in zip(whole.buckets, counts, strict=True))
+            if not (only_unviewed and any(held)):
                 del self._open[whole]
                 whole.release(None)
 
 
 def _can_be_partitioned(param: nn.Parameter) -> bool:
-    """Whether ``param`` has numbers, and is neither cut already, with the first of its modules, nor without memory."""
+    """Whether ``param`` has memory, elements that can be cast, and was not cut with another of its modules before."""
     # A lazy parameter has no shape yet. One on ``meta`` gets its values by ``to_empty`` or :func:`materialize`.
-    without = isinstance(param, ZeroParameter) or nn.parameter.is_lazy(param) or param.is_meta
-    return not without and is_real(param) and param.numel() > 0
+    has_values = not (isinstance(param, ZeroParameter) or nn.parameter.is_lazy(param) or param.is_meta)
+    return has_values and is_real(param) and param.numel() > 0
 
 
 def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParameter]) -> Any:
@@ -698,7 +697,7 @@ class GatheredParameters:
             for bucket in self.buckets:
                 bucket.show()
                 # Values that were here already may have come quantised; the program reads the very values.
-                bucket.gather_again(self.kinds[0], exact=True)
+                bucket.gather_again(self.kinds[0], may_quantize=False)
         except BaseException as error:  # from a disk, say: what has been gathered is released
             _all_gather_params([b for b in self.buckets if b.status is ZeroParamStatus.INFLIGHT], self.kinds[0])
             self.release(type(error))
@@ -733,7 +732,7 @@ class GatheredParameters:
                     continue
                 # A pass uses the bucket too, and goes on with the values that it had before this context.
                 if complete:
-                    bucket.gather_again(self.kinds[0], exact=False)
+                    bucket.gather_again(self.kinds[0], may_quantize=True)
                 if bucket in self._hidden:
                     bucket.hide_unused()
 

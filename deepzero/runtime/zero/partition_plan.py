@@ -41,7 +41,7 @@ def plan_partitioning(
     world_size: int,
     per_tensor: Container[int] = (),
 ) -> tuple[list[GroupPlan], int]:
-    """The groups of trained parameters, then of frozen ones, and of how many elements limits are made. Pure numbers.
+    """The groups, trained ones first, and to how many elements :func:`limit_lookahead` limits. Pure numbers.
 
     ``names`` has all parameters, ``chosen`` the trainable ones of each optimizer group, as their gradients arrive;
     ``per_tensor`` are the numbers of the optimizer groups of which each parameter is some rank's as a whole.

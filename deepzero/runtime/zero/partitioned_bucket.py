@@ -78,7 +78,7 @@ class PartitionedBucket:
         # Counts changes of the values: a backward pass through older ones is refused.
         self.generation = 0
         self._gathered: torch.Tensor | None = None
-        # The strategy by which the values here came, or are coming: ``strategy``, or its exact one.
+        # The strategy by which the values here came, or are coming: ``strategy``, or its unquantised one.
         self.gathered_by = strategy
         # AVAILABLE, and the parameters are views of what is gathered.
         self.shown = False
@@ -86,8 +86,8 @@ class PartitionedBucket:
         # if nobody else needs the values by then.
         self.gather_refs = 0
         self.release_when_unreferenced = False
-        # The reason, while the shard has no memory (``offload_states``).
-        self.away: str | None = None
+        # While ``offload_states`` has taken the shard's memory: what an error says of it.
+        self.offloaded_notice: str | None = None
         # The engine's hooks on modules, which fetch for uses outside of modules too; None for buckets of ``zero.Init``.
         self.hooks: ModuleHooks | None = None
         # What ``guards.py`` compares with, to find a write: versions of the parameters, and values of a sample.
@@ -122,7 +122,7 @@ class PartitionedBucket:
         return self._gathered
 
     @property
-    def names(self) -> str:
+    def label(self) -> str:
         """The first parameters of the bucket, for messages."""
         names = [param._record.name for param in self.params]
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -130,11 +130,11 @@ class PartitionedBucket:
     # ---- NOT_AVAILABLE → INFLIGHT → AVAILABLE → NOT_AVAILABLE --------------------------------------------------------
     # What is made here outlives the pass under way, perhaps one of inference: all but release is in ``outliving_pass``.
 
-    def launch(self, kind: str, exact: bool = True) -> None:
+    def launch(self, kind: str, may_quantize: bool = False) -> None:
         """NOT_AVAILABLE → INFLIGHT: take a buffer and launch the all-gather, ``kind`` in the ledger, into it.
 
-        With ``exact`` the very values come, as the program reads them; without it those with which modules compute,
-        which qwZ quantises.
+        ``may_quantize``: modules will compute with the values, which qwZ quantises. Else the very values come, as the
+        program reads them.
         """
         self._expect(ZeroParamStatus.NOT_AVAILABLE, "launched")
         guards.check_on_device(self)
@@ -145,7 +145,7 @@ class PartitionedBucket:
         # From here on a view of this memory is a view of these values, whoever holds one.
         address = storage_ptr_of(buffer)
         self.pool.contents[address] = (self, self.generation)
-        self.gathered_by = self.strategy.exact if exact else self.strategy
+        self.gathered_by = self.strategy if may_quantize else self.strategy.unquantized
         try:
             self.gathered_by.launch(kind, self)
         except BaseException:  # from a disk, say: nothing is under way, and the bucket is as it was
@@ -205,19 +205,19 @@ class PartitionedBucket:
         self.hide()
         self._gathered = None
         self.status = ZeroParamStatus.NOT_AVAILABLE
-        unseen = self.shard_is_buffer or self.pool.give(address)
+        unviewed = self.shard_is_buffer or self.pool.give(address)
         if written is not None:
             raise guards.write_lost(written, "is lost")
-        return unseen
+        return unviewed
 
     @outliving_pass()
-    def gather_again(self, kind: str, exact: bool) -> None:
-        """AVAILABLE: exact values in place of quantised ones, or the reverse, in the same memory. A collective.
+    def gather_again(self, kind: str, may_quantize: bool) -> None:
+        """AVAILABLE: the very values in place of quantised ones, or the reverse, in the same memory. A collective.
 
-        Without quantisation nothing happens. **That values were exact for a while must not be seen later**: had this
+        Without quantisation nothing happens. **That it was unquantised for a while must not be seen later**: had this
         bucket been released in between, its next use would have had quantised ones.
         """
-        strategy = self.strategy.exact if exact else self.strategy
+        strategy = self.strategy if may_quantize else self.strategy.unquantized
         if self.status is not ZeroParamStatus.AVAILABLE or strategy.quantizes is self.gathered_by.quantizes:
             return
         if self.gathered_by.quantizes:

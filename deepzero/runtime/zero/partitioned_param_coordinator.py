@@ -69,7 +69,7 @@ class ModuleTrace:
     def advance(self, use: ModuleUse) -> ModuleUse | None:
         """The next use. Returns the plan's, which says what happens at it; None while recording."""
         if self.interrupted.issuperset(use.keys) and not use.on_demand:
-            return NOTHING_PLANNED  # the interrupted use goes on: without the evaluation this were no new one
+            return NOTHING_PLANNED  # the interrupted use goes on; it was counted when it began
         following = self.position + 1
         if self.plan is not None:
             # A use on demand is noticed only where the bucket is not there: this time it may be missing.
@@ -102,7 +102,7 @@ class ModuleTrace:
         self._recorded, self.plan = list(plan[:following]), None
 
     def completed(self, key: int) -> None:
-        """All gradients of a bucket are there: from now on it need not stay gathered for them."""
+        """The backward pass has all gradients of a bucket: a plan need not keep it gathered for them any longer."""
         if self.plan is None and self._recorded:
             self._recorded[-1].completes.add(key)
 
@@ -154,7 +154,7 @@ class PartitionedParameterCoordinator:
             ModuleTrace(what, self.bucket_numels, limits, comm.rank == 0) for what in ("training", "evaluation")
         )
         self._trace = self.training
-        # Keys of the use under way: its buckets are here and stay until the next one.
+        # Keys of the use under way: its buckets are gathered, and stay so until the next use.
         self.current: frozenset[int] = frozenset()
         # Keys of the buckets that are gathered or in flight, by last use, the oldest first.
         self.live: dict[int, None] = {}
@@ -183,7 +183,7 @@ class PartitionedParameterCoordinator:
         elif torch.is_grad_enabled():
             self._switch(self.training)
         else:
-            if self.training.position < 0:  # what was fetched ahead for training goes; training gathers it anew
+            if self.training.position < 0:  # between two steps: what was fetched ahead for the next one is released
                 self.release_all()
             self._switch(self.evaluation)
             self._trace.reset()
@@ -250,7 +250,7 @@ class PartitionedParameterCoordinator:
                 # What was launched ahead, or before an evaluation, and released since, is counted already.
                 counted = self.comm.ledger.aside() if key in ahead or key in self._trace.evicted else nullcontext()
                 with self.comm.ranges.span("fetch", key, where, note), counted:
-                    bucket.launch(kind, exact=False)
+                    bucket.launch(kind, may_quantize=True)
                 use.fetch += (key,)
             self.count_live(key, where)
         if not on_demand:  # what the module uses next is compared with its own buckets
@@ -401,7 +401,7 @@ class PartitionedParameterCoordinator:
         self.buckets[key].release_when_unreferenced = False
 
     def _release(self, key: int, discard: bool = False) -> bool:
-        """Returns whether nothing shows the bucket's values any more."""
+        """Release a bucket, unless ``GatheredParameters`` holds it. Returns whether no view of its buffer is held."""
         bucket = self.buckets[key]
         self._trace.evicted.discard(key)
         if key not in self.live:

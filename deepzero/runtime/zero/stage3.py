@@ -47,7 +47,7 @@ from deepzero.placement import GroupPlan
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import check_writes, unregister_owners
 from deepzero.runtime.zero.module_hooks import ModuleHooks
-from deepzero.runtime.zero.parameter_all_gather import SETUP, PlainAllGather, send_to_replicas
+from deepzero.runtime.zero.parameter_all_gather import PlainAllGather, send_to_replicas
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
     PartitionedParameter,
@@ -61,7 +61,7 @@ from deepzero.runtime.zero.partition_parameters import (
 from deepzero.runtime.zero.partition_plan import build_pool, gather_builders, is_real, limit_lookahead
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket, renew_copies
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepzero.runtime.zero.stage_1_and_2 import HostAllocator, ParamGroup, ZeroStage1And2, take_values
+from deepzero.runtime.zero.stage_1_and_2 import HostAllocator, ParamGroup, ZeroStage1And2, move_whole, take_values
 
 HostGather = Callable[[Bucket, torch.dtype, Communicator, str], PlainAllGather]
 """As :class:`PlainAllGather`, for a shard in host memory."""
@@ -72,7 +72,7 @@ HostGather = Callable[[Bucket, torch.dtype, Communicator, str], PlainAllGather]
 def partition_model(
     names: Mapping[nn.Parameter, str],
     planned: Sequence[GroupPlan],
-    limit: int,
+    lookahead: int,
     config: ZeroConfig,
     comm: Communicator,
     dtype: torch.dtype,
@@ -81,9 +81,9 @@ def partition_model(
 ) -> tuple[list[ParamGroup], PartitionedParameterCoordinator]:
     """Cut the parameters, group by group; on any device, whole or partitioned already by ``zero.Init``.
 
-    ``planned`` and ``limit`` are from :func:`plan_partitioning`; ``dtype`` is the compute dtype; ``allocate`` and
-    ``host_gather`` belong to what lives in host memory. Returns the groups as they were planned, the frozen ones
-    last, and what fetches their buckets.
+    ``planned`` and ``lookahead`` (elements) are from :func:`plan_partitioning`; ``dtype`` is the compute dtype;
+    ``allocate`` and ``host_gather`` belong to what lives in host memory. Returns the groups as they were planned, the
+    frozen ones last, and what fetches their buckets.
     """
     partitioned = {param for group in planned if group.partitioned for param in group.params}
     trained = {param for group in planned if group.trained for param in group.params}
@@ -92,7 +92,7 @@ def partition_model(
         if isinstance(param, PartitionedParameter):
             unpartition(param)
         if param not in trained:
-            place_whole(param, comm, dtype if is_real(param) else param.dtype)
+            move_whole(param, comm, dtype if is_real(param) else param.dtype)
     pool = build_pool(dtype, config, comm)
     for_trained, for_frozen, messages = gather_builders(planned, config, comm, dtype)
 
@@ -116,18 +116,11 @@ def partition_model(
             groups.append(ParamGroup(labels, group, dtype, comm, allocate))
     # While the order of modules is recorded, room for two buckets: the one in use and the next.
     largest = max((bucket.in_layout.numel for bucket in buckets), default=0)
-    limits, pools = limit_lookahead(config, limit), [pool, *messages]
+    limits, pools = limit_lookahead(config, lookahead), [pool, *messages]
     coordinator = PartitionedParameterCoordinator(buckets, limits, 2 * largest, comm, pools)
     # MiCS, and frozen parameters under hpZ: the first gather finds its secondary shards already.
     send_to_replicas(buckets)
     return groups, coordinator
-
-
-@torch.no_grad()
-def place_whole(param: nn.Parameter, comm: Communicator, dtype: torch.dtype) -> None:
-    """What is in no group goes to the device as a whole, with rank 0's values, in ``dtype``."""
-    shape = param.shape  # taking the values leaves the parameter without elements
-    param.data = take_values(param, comm).to(dtype).view(shape)
 
 
 # ---- 0 build: one group of partitioned parameters --------------------------------------------------------------------
@@ -174,7 +167,7 @@ class PartitionedParamGroup(ParamGroup):
         if (bucket := param._record.bucket) is None:
             values = take_values(param, self.comm)
         else:
-            _all_gather_params([bucket], SETUP)
+            _all_gather_params([bucket])
             values = bucket.value(param).reshape(-1)
             bucket.release()  # the view outlives it: while it is held, the pool does not use the buffer again
             param._record.bucket = param._record.slot = None  # its shard is needed no more
@@ -260,10 +253,10 @@ class PartitionedParamGroup(ParamGroup):
         bucket.mark_updated(None)
 
     @torch.no_grad()
-    def release(self) -> None:
+    def destroy(self) -> None:
         """Let the parameters belong to no engine: whole, plain parameters. A collective."""
         for bucket in self.buckets:
-            _all_gather_params([bucket], SETUP)
+            _all_gather_params([bucket])
             # Each parameter takes a copy of its values, so one bucket is held twice at a time and not the model.
             unregister_owners(bucket.params)
             for param in bucket.params:
@@ -310,10 +303,10 @@ class ZeroStage3(ZeroStage1And2):
         self._updated: set[PartitionedBucket] = set()
         mark_persistent(model, self.groups)
         gradients.on_launched = self._launched
-        self._is_reduction_boundary = False
+        self._at_boundary = False
         # 1 fetch, 2 release: the hooks call the coordinator. A leaf module's backward pass is over when its input has a
         # gradient: experts without tokens get none any more.
-        leaf_done = lambda params: gradients.leaf_grads_complete(params, self._is_reduction_boundary)
+        leaf_done = lambda params: gradients.leaf_grads_complete(params, self._at_boundary)
         self.hooks = ModuleHooks(model, self.coordinator, leaf_done)
         gradients.leaf_params = self.hooks.leaf_params
 
@@ -322,7 +315,7 @@ class ZeroStage3(ZeroStage1And2):
     def reduce_ready_gradient(self, param: nn.Parameter, is_reduction_boundary: bool) -> None:
         """3: launch every bucket whose gradients are complete and that is next in order."""
         # Kept for leaf modules: their gradients are complete when their input's is, outside of this call.
-        self._is_reduction_boundary = is_reduction_boundary
+        self._at_boundary = is_reduction_boundary
         # For error messages: where each rank was, when ranks have stopped making the same calls.
         if (record := vars(param).get("_record")) is not None:
             self.comm.flight_recorder.position = f"backward, gradient of {record.name}"
@@ -409,4 +402,4 @@ class ZeroStage3(ZeroStage1And2):
                 del param._record
                 param.__class__ = nn.Parameter  # type: ignore[assignment]
         for group in (*self.trained_groups, *self.frozen_groups):
-            group.release()
+            group.destroy()

@@ -65,7 +65,7 @@ from deepzero.runtime.zero.guards import left_buffer_error, register_owner, unre
 if TYPE_CHECKING:
     from deepzero.runtime.zero.gradient_reduction import GradientReducer
 
-SETUP = "setup.gather"
+SETUP, SETUP_BROADCAST = "setup.gather", "setup.broadcast"
 ALL_GATHER = "parameters.all_gather"
 HOST_MASTERS = "host_masters"
 
@@ -92,12 +92,19 @@ def take_values(param: nn.Parameter, comm: Communicator) -> torch.Tensor:
     # Only the caller refers to the values from here on. With the model on the device this is what keeps the peak of
     # building at one parameter above the model; see [Note: the peak of building].
     param.data = values.new_empty(0)
-    comm.broadcast("setup.broadcast", values)
+    comm.broadcast(SETUP_BROADCAST, values)
     return values
 
 
-def lies_on(params: Sequence[nn.Parameter], device: torch.device) -> bool:
-    """Whether any of them takes memory of the device."""
+@torch.no_grad()
+def move_whole(param: nn.Parameter, comm: Communicator, dtype: torch.dtype) -> None:
+    """Move a parameter that is in no group to the device, whole, with rank 0's values, in ``dtype``. A collective."""
+    shape = param.shape  # taking the values leaves the parameter without elements
+    param.data = take_values(param, comm).to(dtype).view(shape)
+
+
+def any_on(params: Sequence[nn.Parameter], device: torch.device) -> bool:
+    """Whether any of ``params`` takes memory of ``device``."""
     return any(param.device == device for param in params)
 
 
@@ -139,9 +146,9 @@ class ParamGroup:
         # Called before parameters are written from outside; may refuse.
         self.before_write: Callable[[], None] = lambda: None
         self.fragments = self.layout.whole_fragments() if replicated else self.layout.fragments(comm.rank)
-        # Index of a parameter -> number of its fragment here; a small parameter may lie wholly on other ranks.
-        self._numbers = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
-        # A replicated group is one rank's shard of a layout over one rank.
+        # A parameter's index -> its fragment's, in ``fragments``; a small parameter may lie wholly on other ranks.
+        self._fragment_numbers = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
+        # Where tensors lie is counted in elements of this rank's shard. A replicated group's is the whole layout.
         mine = dataclasses.replace(planned.layout, world_size=1) if replicated else planned.layout
         self.placement = dataclasses.replace(planned, layout=mine)
         self.masters_on_host: torch.Tensor | None = None
@@ -164,7 +171,7 @@ class ParamGroup:
 
     @property
     def device(self) -> torch.device:
-        """This rank's."""
+        """This rank's, where the flat buffer lies."""
         return self.comm.device
 
     # ---- 0 build: see [Note: the peak of building] -------------------------------------------------------------------
@@ -182,7 +189,7 @@ class ParamGroup:
 
         # Where the model is on the device, its memory has to be free before masters and parameters take theirs: until
         # then the fragments wait here. Else they go to their places at once.
-        fragments_kept: dict[int, torch.Tensor] | None = {} if lies_on(self.params, self.device) else None
+        fragments_kept: dict[int, torch.Tensor] | None = {} if any_on(self.params, self.device) else None
         if fragments_kept is None:
             self.allocate_masters()
             self._allocate_params()
@@ -190,7 +197,7 @@ class ParamGroup:
             register_owner(param, self.names[index])
             # Whole on this rank until the end of the loop's turn: the only parameter that is.
             values = self._take_values(index)
-            if (number := self._numbers.get(index)) is not None:
+            if (number := self._fragment_numbers.get(index)) is not None:
                 fragment = self.fragments[number]
                 part = values[fragment.start : fragment.start + fragment.numel]
                 # A master in host memory is there already, and final at once: it takes no memory of the device.
@@ -253,7 +260,7 @@ class ParamGroup:
 
     def fragment_and_master(self, index: int) -> tuple[Fragment, torch.Tensor] | None:
         """This rank's fragment of a parameter, and its master; None: it has no element here, or is not trained."""
-        number = self._numbers.get(index)
+        number = self._fragment_numbers.get(index)
         if number is None or not self.placement.trained:
             return None
         return self.fragments[number], self.masters[number]
@@ -267,7 +274,7 @@ class ParamGroup:
         """Start and elements, in this rank's shard, of its part of ``bucket``; if :attr:`replicated`, of all of it."""
         return (bucket.offset, bucket.numel) if self.replicated else (bucket.shard_offset, bucket.shard_numel)
 
-    def inside(self, bucket: Bucket) -> slice:
+    def fragment_slice(self, bucket: Bucket) -> slice:
         """Which of :attr:`fragments`, and of :attr:`masters`, lie in ``bucket``; none crosses the end of a part."""
         first, numel = self.part_of(bucket)
         starts = [fragment.shard_start for fragment in self.fragments]
@@ -355,7 +362,7 @@ class ParamGroup:
         torch.autograd.graph.increment_version(param)
         self._versions[index] = param._version
 
-    def release(self) -> None:
+    def destroy(self) -> None:
         """Let the parameters belong to no engine; they go on lying in the flat buffer."""
         unregister_owners(self.params)
 
@@ -492,4 +499,4 @@ class ZeroStage1And2:
     def destroy(self) -> None:
         """Let the parameters belong to no engine."""
         for group in self.groups:
-            group.release()
+            group.destroy()

@@ -59,7 +59,7 @@ class TensorFragments:
         self.gradients, self.step, self.finish_delayed_update = gradients, gradients.shard, finish_delayed_update
         self.mean_divisor, self.is_reduction_boundary, self.comm = mean_divisor, is_reduction_boundary, gradients.comm
         # Set while model states are offloaded (``offload_states``): raises.
-        self.away: Callable[[str], None] | None = None
+        self.check_present: Callable[[str], None] | None = None
         self.comm.ledger.untracked_kinds |= _OUTSIDE_STEP
         self.names = {param: name for name, param in model.named_parameters()}
         self._fragments = {
@@ -72,8 +72,8 @@ class TensorFragments:
 
     def of(self, param: nn.Parameter) -> ParamFragment | None:
         """The parameter's fragment; None if it is not trained."""
-        if self.away is not None:
-            self.away(f"parameter {self.names[param]!r}")
+        if self.check_present is not None:
+            self.check_present(f"parameter {self.names[param]!r}")
         return self._fragments.get(param)
 
     def trained(self, param: nn.Parameter) -> ParamFragment:
@@ -216,7 +216,7 @@ class ParamFragment:
     def gradient(self) -> torch.Tensor | None:
         """This rank's fragment of the mean gradient as it would be now, 1-D, fp32; nothing changes. A collective."""
         gradients = self.engine.gradients
-        if not gradients.present:
+        if not gradients.backward_ended:
             return None
         if gradients.reduced:
             gradients.reduce_now()  # waits; stage 0 may gather whole sums, once for all parameters
@@ -247,9 +247,9 @@ class ParamFragment:
         """Let the next step find this mean: reduce what waits, then replace this rank's fragment. A collective."""
         _refuse_inside_a_pass()
         gradients = self.engine.gradients
-        if not gradients.present or not self.engine.is_reduction_boundary():
+        if not gradients.backward_ended or not self.engine.is_reduction_boundary():
             when = "no backward pass has ended since the last step"
-            if gradients.present:
+            if gradients.backward_ended:
                 when = "further micro-batches of this step (gradient_accumulation_steps, no_sync) will add to it"
             raise RuntimeError(
                 f"the gradient of parameter {self.name!r} cannot be set now: {when}. Set it after the last backward "

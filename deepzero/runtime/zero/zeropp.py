@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class QuantizedAllGather(PlainAllGather):
-    """qwZ: values for computing travel quantised, exact ones as ``plain``.
+    """qwZ: values for computing travel quantised, unquantised ones as ``plain``.
 
     Once the error meter has found quantised values too far off, all travel as ``plain``.
 
@@ -73,7 +73,7 @@ class QuantizedAllGather(PlainAllGather):
         self._gathered, self._address = torch.empty(0), 0
 
     @property
-    def exact(self) -> PlainAllGather:
+    def unquantized(self) -> PlainAllGather:
         """The all-gather of the shards as they are."""
         return self._plain
 
@@ -143,9 +143,9 @@ class SecondaryAllGather(PlainAllGather):
         self._arriving: int | None = None
 
     @property
-    def exact(self) -> PlainAllGather:
+    def unquantized(self) -> PlainAllGather:
         """Itself, unless messages are quantised, which are not the very values."""
-        return self.inner.exact if self.quantizes else self
+        return self.inner.unquantized if self.quantizes else self
 
     def launch(self, kind: str, into: PartitionedBucket) -> None:
         """Inside the group if the secondary shards serve this gather; else over all ranks, to be kept in them."""
@@ -171,9 +171,9 @@ class SecondaryAllGather(PlainAllGather):
             self._generation, self._arriving = self._arriving, None
         self.inner.finish()
 
-    def unquantized(self) -> PlainAllGather:
+    def without_quantization(self) -> PlainAllGather:
         """The strategy without quantisation, with an empty secondary shard of the other size."""
-        return SecondaryAllGather(self.inner.unquantized(), self.group, self.mics, self.kept_for_good)
+        return SecondaryAllGather(self.inner.without_quantization(), self.group, self.mics, self.kept_for_good)
 
     # ---- the new shard goes to those that keep it: MiCS, and frozen parameters ---------------------------------------
 
