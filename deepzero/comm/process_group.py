@@ -53,11 +53,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """This rank's number on its machine, as its launcher says; 0 where nobody does.
-
-    Raises:
-        ConfigError: what the launcher says is no number.
-    """
+    """This rank's number on its machine, as its launcher says; 0 where nobody does. What is no number is refused."""
     return _told_local_rank()[1] or 0
 
 
@@ -88,9 +84,8 @@ def ranks_of_host() -> int | None:
 def default_device() -> torch.device:
     """The GPU of this rank where there is one, else the CPU. ``DEEPZERO_DEVICE=cpu`` keeps a run off the GPUs.
 
-    Raises:
-        ConfigError: which GPU is not known, since there are several ranks and nobody has told this one's number on its
-            machine; or the machine has no GPU of that number; or :func:`refuse_missing_gpu`.
+    A ConfigError: there are several ranks and nobody has told this one's number on its machine; or that has no GPU of
+    the number; or :func:`refuse_missing_gpu`.
     """
     if not (mine := accelerator()).has_streams:
         refuse_missing_gpu()
@@ -307,9 +302,8 @@ def _collect(kind: str, value: Any, dst: int | None, group: dist.ProcessGroup | 
 def raise_on_all_ranks(problem: str | Exception | None, error: Callable[[str], Exception] = RuntimeError) -> None:
     """Raise on every rank when one has a ``problem`` (in words or as it was raised), so that none waits. A collective.
 
-    Raises:
-        Exception: this rank's own, where it has one; else ``error`` with the words of the first rank that has a
-            problem, behind ``rank 3: `` where this rank has not found the same.
+    A rank raises its own exception, where it has one; else ``error`` with the words of the first rank that has a
+    problem, behind ``rank 3: `` where this rank has not found the same.
     """
     mine = None if problem is None else str(problem) or type(problem).__name__
     texts = all_gather_object(mine)

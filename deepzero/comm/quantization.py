@@ -95,13 +95,9 @@ class Format:
         return round_up(numel * self.bits // 8 + 4 * self.blocks(numel), 16)
 
     def open(self, message: torch.Tensor, numel: int) -> Packed:
-        """Views of a message.
+        """Views of a message: 1-D ``uint8``, :meth:`message_bytes` long, its start aligned to 4 bytes.
 
-        ``message`` is 1-D ``uint8``, :meth:`message_bytes` long, its start aligned to 4 bytes; ``numel`` is a multiple
-        of ``ALIGN``.
-
-        Raises:
-            ValueError: another number of elements, or a tensor that cannot be such a message.
+        ``numel`` is a multiple of ``ALIGN``.
         """
         if numel < 0 or numel % ALIGN:
             raise ValueError(f"a message of {numel} elements: their number must be a multiple of {ALIGN}")
@@ -186,13 +182,10 @@ class Quantizer:
         self._compiled: dict[tuple[str, torch.dtype, torch.device], CompiledKernel | TritonKernel] = {}
 
     def prepare(self, numel: int, dtypes: Iterable[torch.dtype], device: torch.device | str = "cpu") -> None:
-        """Decide on the kernel, and compile both directions, before training.
+        """Decide on the kernel, and compile both directions, before training; raise if ``compiled`` cannot be had.
 
         ``numel`` elements will be packed and unpacked in a step, together, of these dtypes, on this device. What comes
         in others later takes the plain kernel: nothing is compiled in the middle of training.
-
-        Raises:
-            RuntimeError: ``compiled`` was asked for and cannot be had.
         """
         device = torch.empty(0, device=device).device  # "cuda" is a wish, cuda:0 a device
         if substitute := _SUBSTITUTES.get(device.type):
@@ -230,11 +223,7 @@ class Quantizer:
 
     @torch.no_grad()
     def pack(self, values: torch.Tensor, packed: Packed) -> None:
-        """Quantise 1-D contiguous ``values`` of any float dtype into a message of their number.
-
-        Raises:
-            ValueError: another format or number of elements, or values of another shape or kind.
-        """
+        """Quantise 1-D contiguous ``values`` of any float dtype into a message of their number, of this format."""
         self._check(values, packed)
         if values.numel() != packed.numel:
             raise ValueError(f"{values.numel()} values do not fit a message of {packed.numel} elements")
@@ -244,12 +233,7 @@ class Quantizer:
 
     @torch.no_grad()
     def unpack(self, packed: Packed, values: torch.Tensor, start: int = 0) -> None:
-        """Decode a range of whole blocks, ``start`` on, into 1-D contiguous ``values`` of any float dtype.
-
-        Raises:
-            ValueError: another format, a range of other than whole blocks or beyond the end, or values of another shape
-                or kind.
-        """
+        """Decode a range of whole blocks, ``start`` on, into 1-D contiguous ``values`` of any float dtype."""
         self._check(values, packed)
         stop = start + values.numel()
         if start < 0 or stop > packed.numel:
@@ -449,8 +433,7 @@ def _why_not_compiled(device: torch.device, block: int) -> str:
 def compiled(variant: Variant) -> CompiledKernel | TritonKernel:
     """The compiled kernel of a variant, compared with the plain one. The first call in a process takes seconds.
 
-    Raises:
-        CompilationError: no compiler, a failed compilation, or a result with other bits than the plain kernel's.
+    A CompilationError: no compiler, a failed compilation, or a result with other bits than the plain kernel's.
     """
     if missing := _why_not_compiled(variant.device, variant.block):
         raise CompilationError(missing)

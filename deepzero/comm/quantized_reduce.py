@@ -84,7 +84,7 @@ class QuantizedReduce:
         a bucket that is sent the exact way waits, unused."""
         # Parts of a bucket that a rank sends in step 1 and in step 3.
         self._parts_sent = (self.across.size * (self.inside.size - 1), self.across.size - 1)
-        self._metering, self._tallies = False, dict[BucketKey, torch.Tensor]()
+        self.metering, self._tallies = False, dict[BucketKey, torch.Tensor]()
         # For each group: what was lost in steps 1 and 3, in the order in which it is sent.
         self._residuals = {
             group: [torch.zeros(n * layout.shard_numel, dtype=wire_dtype, device=comm.device) for n in self._parts_sent]
@@ -111,23 +111,17 @@ class QuantizedReduce:
 
     # ---- the meter ---------------------------------------------------------------------------------------------------
 
-    @property
-    def metering(self) -> bool:
-        """Add up what is quantised, and what is lost of it; setting it to True starts at 0. It costs a second pass over
-        what is sent; between two steps only.
-        """
-        return self._metering
+    def meter(self, on: bool) -> None:
+        """From here on add up, from 0, what is quantised and what is lost of it, which costs a second pass; or stop.
 
-    @metering.setter
-    def metering(self, on: bool) -> None:
-        self._metering = on
-        if on:
-            self._tallies = {}
+        Between two steps only.
+        """
+        self.metering, self._tallies = on, {} if on else self._tallies
 
     @property
     def measured(self) -> dict[BucketKey, tuple[float, float]]:
         """For each bucket the signal ``sum(x ** 2)`` and the noise ``sum((x - decoded) ** 2)`` of what *this* rank
-        has quantised in steps 1 and 3 since :attr:`metering` was set. Nothing may be under way.
+        has quantised in steps 1 and 3 since :meth:`meter` was called. Nothing may be under way.
         """
         return {key: (float(tally[0]), float(tally[1])) for key, tally in self._tallies.items()}
 
@@ -201,7 +195,7 @@ class QuantizedReduce:
         scratch: torch.Tensor,
     ) -> None:
         """Quantise the sum of ``terms``, and what was lost last time; keep what is lost now."""
-        if residual is None and not self._metering and len(terms) == 1 and isinstance(terms[0], torch.Tensor):
+        if residual is None and not self.metering and len(terms) == 1 and isinstance(terms[0], torch.Tensor):
             self.quantizer.pack(terms[0], packed)
             return
         size = scratch.numel() // 2
@@ -213,10 +207,10 @@ class QuantizedReduce:
                 x.add_(other.copy_(residual[lo:hi]))
             chunk = packed.cut(lo, hi)
             self.quantizer.pack(x, chunk)
-            if residual is not None or self._metering:
+            if residual is not None or self.metering:
                 self.quantizer.unpack(chunk, other)
                 noise = torch.sub(x, other, out=other)
-                if self._metering:
+                if self.metering:
                     zeros = torch.zeros(2, dtype=torch.float64, device=x.device)
                     tally = self._tallies.setdefault(inflight.key, zeros)
                     for place, values in enumerate((x, noise)):

@@ -104,10 +104,7 @@ class BucketReducer:
         whole_sums: every rank gets the whole sum (an all-reduce) instead of its own part of it (a reduce-scatter).
         depth: buffers; 1 waits for each reduction before the next bucket is filled.
         suffix: ends the ledger's names for what is sent.
-        strategy: takes some of the buckets; the others go the ``exact`` way. None: there is no other.
-
-    Raises:
-        ValueError: a strategy beside native or whole sums.
+        strategy: takes some of the buckets; the others have to go the ``exact`` way, in parts. None: there is no other.
     """
 
     def __init__(

@@ -84,9 +84,7 @@ def discover_mpi(port: int | None = None, verbose: bool = True) -> None:
     """Set a launcher's variables from those of an MPI, where this process is one of its ranks and has no others.
 
     A ``port`` wins over ``MASTER_PORT``. One rank alone meets nobody: its variables, and with them a port, stay unset.
-
-    Raises:
-        ConfigError: the ranks may be on several machines, and ``MASTER_ADDR`` is not set.
+    Ranks that may be on several machines need ``MASTER_ADDR``, or there is a ConfigError.
     """
     for names in _MPI if "RANK" not in os.environ else ():
         found = {ours: os.environ[name] for ours, name in zip(_RANKS, names, strict=True) if name in os.environ}
@@ -200,10 +198,8 @@ def fresh(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> 
     every second restart), and the watchdog's word that a rank has left. The number of the restart does not tell
     attempts apart, as each node counts for itself. So all ``world_size`` ranks agree on a new name: each but rank 0
     puts a question that nobody has put before under ``question/<rank>``. Rank 0, which has made up the name, answers
-    every question it finds, old ones too, under the question itself, until each has signed in under the new name.
-
-    Raises:
-        RuntimeError: some ranks have not come in ``timeout``.
+    every question it finds, old ones too, under the question itself, until each has signed in under the new name, or
+    ``timeout`` is over.
     """
     import torch.distributed as dist
 

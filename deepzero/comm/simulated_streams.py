@@ -235,14 +235,14 @@ class Transport:
 
 
 class SimulatedAccelerator(device.NullAccelerator):
-    """A GPU that is not there. ``locks=False`` makes a system that refuses to lock pages."""
+    """A GPU that is not there."""
 
     has_streams, backend = True, "gloo"
     transport_class = Transport
 
-    def __init__(self, locks: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.kind, self.machine, self._locks = "cuda", Machine(), locks
+        self.kind, self.machine = "cuda", Machine()
 
     def device_count(self) -> int:
         """As many as anybody asks for: each rank has one of its own."""
@@ -309,8 +309,6 @@ class SimulatedAccelerator(device.NullAccelerator):
 
     def lock_pages(self, address: int, nbytes: int, d: torch.device) -> None:
         """Note it."""
-        if not self._locks:
-            raise OSError("CUDA error 2")
         self.machine.locked[address] = nbytes
 
     def unlock_pages(self, address: int, d: torch.device) -> None:

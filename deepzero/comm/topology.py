@@ -98,11 +98,7 @@ def divisors_text(number: int) -> str:
 
 
 def check_ranks(config: EngineConfig, world_size: int) -> None:
-    """Refuse sizes that do not divide the ranks. A run of one rank takes any: it has nothing to divide.
-
-    Raises:
-        ConfigError: which, why, and which would.
-    """
+    """Refuse sizes that do not divide the ranks. A run of one rank takes any: it has nothing to divide."""
     find_nodes(config.comm.ranks_per_node, world_size)
     for name in ("zero_hpz_partition_size", "mics_shard_size"):
         size = getattr(config.zero, name)

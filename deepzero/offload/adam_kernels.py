@@ -324,8 +324,7 @@ def _without_narrow_out(variant: Variant) -> Variant:
 def compiled(variant: Variant) -> Lines:
     """``adam_lines`` without its first two arguments, compiled. The first call takes seconds.
 
-    Raises:
-        CompilationError: no compiler, a failed compilation, or a result with other bits than the lines themselves.
+    A CompilationError: no compiler, a failed compilation, or a result with other bits than the lines themselves.
     """
     if missing := why_not_compiled():
         raise CompilationError(missing)

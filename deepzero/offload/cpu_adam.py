@@ -297,7 +297,7 @@ class CPUAdam(torch.optim.Optimizer):
         if not state:
             state.update(self.initial_state(param))
             if param.device.type == "cpu":
-                state.update({key: zeros_on_large_pages(param.shape, torch.float32) for key in MOMENTS})
+                state.update({key: zeros_on_large_pages(param.shape) for key in MOMENTS})
         if not state.keys() >= {"step", *MOMENTS}:
             raise ValueError(f"the state of {place.name} has {sorted(state)}: it needs step, exp_avg, exp_avg_sq")
         for key in MOMENTS:

@@ -119,11 +119,7 @@ class DelayedOptimizerShard(HostOptimizerShard):
     # ---- the thread's end --------------------------------------------------------------------------------------------
 
     def wait_pending_update(self) -> None:
-        """Wait until the thread is over. The parameters are still those of the step before.
-
-        Raises:
-            RuntimeError: the update failed.
-        """
+        """Wait until the thread is over; raise if the update failed. The parameters are still those of before."""
         if self._broken is not None:
             raise RuntimeError(self._broken)
         if self._update is None:
@@ -141,10 +137,8 @@ class DelayedOptimizerShard(HostOptimizerShard):
     def apply_pending_update(self) -> None:
         """Wait, and send what was written: after the next publication the parameters are those of the masters.
 
-        A collective, called with an update pending alone.
-
-        Raises:
-            RuntimeError: on every rank. An update failed on one, or a parameter was written that it would change.
+        A collective, called with an update pending alone. Every rank raises if an update failed on one, or a parameter
+        was written that it would change.
         """
         with self.groups[0].comm.together(RuntimeError, RuntimeError):
             self._check_unwritten()

@@ -92,11 +92,7 @@ class FileBuffers(NamedTuple):
         compute: torch.dtype,
         accumulation: torch.dtype,
     ) -> FileBuffers:
-        """For all groups.
-
-        Raises:
-            ConfigError: the part of a bucket of parameters is larger than ``buffer_size``.
-        """
+        """For all groups; a ConfigError where the part of a bucket of parameters is larger than ``buffer_size``."""
         optimizer, param = zero.offload_optimizer, zero.offload_param
         states, params = optimizer.device == "nvme", param.device == "nvme"
         stepped = [b.shard_numel for p in planned if p.trained for b in p.layout.buckets if p.steps_on_host(b)]
@@ -135,11 +131,7 @@ class FileCopier(HostDeviceCopier):
         self.ledger.untracked_kinds.add(FILE_FETCH_BETWEEN_STEPS)
 
     def open(self, regions: Sequence[Region], zero: ZeroConfig) -> None:
-        """Make the files.
-
-        Raises:
-            ConfigError: one cannot be made. Whoever called closes those that are there.
-        """
+        """Make the files, or raise a ConfigError: then whoever called closes those that are there."""
         for block in sorted({FILED[category] for category in in_files(zero)}):
             mine = [region for region in regions if FILED.get(region.category) == block]
             store = FileStore(f"zero.{block}.nvme_path", getattr(zero, block).nvme_path, mine, self.device)

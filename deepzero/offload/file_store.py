@@ -88,11 +88,10 @@ class FileTransfer(Transfer):
         return self._futures
 
     def finish(self) -> None:
-        """The program goes on when every byte is where it should be.
+        """The program goes on when every byte is where it should be. A disk that fails in reading raises.
 
-        Raises:
-            RuntimeError: a disk has failed, in reading. Where it has in writing, the file is ``broken``, as all ranks
-                learn at the next boundary; one that broke off in a pass would let the others wait.
+        Where it has failed in writing, the file is ``broken``, as all ranks learn at the next boundary: one that broke
+        off in a pass would let the others wait.
         """
         if self._finished:
             return
@@ -115,11 +114,7 @@ class FileTransfer(Transfer):
 
 
 class FileStore(HostMemory):
-    """One nameless file; ``where`` is the setting that gave its folder.
-
-    Raises:
-        ConfigError: no such folder, no permission, no room; nothing is left behind.
-    """
+    """One nameless file; ``where`` is the setting that gave its folder, for errors, which leave nothing behind."""
 
     align = BLOCK
     prefix = "file_"

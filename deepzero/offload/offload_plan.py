@@ -81,18 +81,10 @@ def build_host(
 ) -> Offload | None:
     """Take the arena, and the files; None where nothing is offloaded. A collective: all ranks get theirs, or all raise.
 
-    Args:
-        planned: all groups, in the order in which they will be built.
-        config: the settings.
-        comm: the ranks.
-        dtypes: compute dtype, accumulation dtype.
-        moment_bytes: per element, of each optimizer group.
-        depth: buckets of the reducer.
-        optimizer: if its state exists only from its first step on, it makes that elsewhere in host memory, and the
-            arena has no room for it; but the host must have.
-
-    Raises:
-        ConfigError: a host cannot hold it; says which part takes how much.
+    ``planned`` are all groups, in the order in which they will be built; ``dtypes`` the compute and the accumulation
+    dtype; ``moment_bytes`` are per element, of each optimizer group; ``depth`` are the reducer's buckets. If the state
+    of ``optimizer`` exists only from its first step on, it makes that elsewhere in host memory, and the arena has no
+    room for it; but the host must have.
     """
     settings, param = config.offload_optimizer, config.offload_param
     if settings.device == "none" and param.device == "none":

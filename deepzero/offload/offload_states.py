@@ -102,10 +102,7 @@ class OffloadedStorages:
     """Storages that leave together, each once, none of them empty; they come back by :meth:`come_back`.
 
     Tensors on them that are ``reachable``, which a program may read meanwhile, are marked. Copies may be under way
-    afterwards; what is issued on the device then comes after them.
-
-    Raises:
-        HostMemoryError: there is no memory for the arena. Nothing has changed.
+    afterwards; what is issued on the device then comes after them. Without memory for the arena nothing changes.
     """
 
     def __init__(
@@ -134,8 +131,7 @@ class OffloadedStorages:
     def come_back(self) -> None:
         """Fill the storages again, and unmark the tensors; :meth:`close` is to be called later.
 
-        Raises:
-            torch.OutOfMemoryError: the device has no room. Everything is as it was before.
+        Where the device has no room, which torch says, everything is as it was before.
         """
         try:
             for storage, nbytes, _ in self._gone:

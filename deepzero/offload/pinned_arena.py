@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import mmap
 import weakref
 from collections.abc import Iterable, Sequence
@@ -179,10 +178,7 @@ class HostArena(HostMemory):
     """One allocation in host memory; its pages are locked with ``pin``, where ``device`` is a GPU.
 
     The host has to hold as much for each of its ``ranks`` (0: nobody looks), and ``beside`` it what is made elsewhere.
-
-    Raises:
-        HostMemoryError: the host is too small, or the system refuses the memory.
-        PageLockError: or refuses to lock it.
+    A HostMemoryError: it is too small, or the system refuses the memory; a PageLockError: or refuses to lock it.
     """
 
     def __new__(cls, regions: Sequence[Region], device: torch.device, *_: object, **__: object) -> HostArena:
@@ -240,15 +236,14 @@ class DryRunArena(WithoutValues, HostArena):
     """The arena of a dry run."""
 
 
-def zeros_on_large_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """``torch.zeros`` on the CPU; from a few megabytes on in large pages, where the system gives them when asked.
+def zeros_on_large_pages(shape: torch.Size) -> torch.Tensor:
+    """fp32 zeros on the CPU; from a few megabytes on in large pages, where the system gives them when asked.
 
     A pass over such memory misses fewer translations of addresses: CPUAdam gains some percent.
     """
-    numel = math.prod(shape)
-    if numel * dtype.itemsize < LARGE_BYTES:
-        return torch.zeros(tuple(shape), dtype=dtype)
-    return torch.frombuffer(_anonymous(numel * dtype.itemsize), dtype=dtype, count=numel).view(tuple(shape))
+    if (nbytes := 4 * shape.numel()) < LARGE_BYTES:
+        return torch.zeros(shape, dtype=torch.float32)
+    return torch.frombuffer(_anonymous(nbytes), dtype=torch.float32).view(shape)
 
 
 def _anonymous(nbytes: int, forked: bool = True) -> mmap.mmap:

@@ -107,7 +107,7 @@ class QuantizationMonitor:
     def restart(self) -> None:
         """A step begins, or begins anew: gradients are measured as they are sent, which is switched on before."""
         if self.quantized_grads is not None:
-            self.quantized_grads.metering = self._due()
+            self.quantized_grads.meter(self._due())
 
     def metrics(self) -> dict[str, float]:
         """For the loggers: every bucket's ratio and the worst, after a step that was measured; else nothing."""

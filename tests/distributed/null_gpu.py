@@ -32,10 +32,17 @@ class Mirrors(Transport):
             target.mul_(self.world)
 
 
+class LocksNoPages(SimulatedAccelerator):
+    """A system that refuses."""
+
+    def lock_pages(self, address, nbytes, d):
+        raise OSError("CUDA error 2")
+
+
 @contextlib.contextmanager
 def null_gpu(mirrors=0, locks=True):
     """Inside, this rank computes on ``cuda:0``; yields the machine that looks on."""
-    accelerator = SimulatedAccelerator(locks)
+    accelerator = SimulatedAccelerator() if locks else LocksNoPages()
     with contextlib.ExitStack() as stack:
         machine = stack.enter_context(simulated_streams(accelerator))
         if mirrors:

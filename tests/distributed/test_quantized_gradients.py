@@ -165,7 +165,7 @@ def test_the_meter_changes_nothing_and_what_is_lost_survives_offload_states(rank
     plain, watched = made(settings), made(settings)
     quantized_grads = watched.zero.bucket_reducer.strategy
     for step in range(2):
-        quantized_grads.metering = step == 1
+        quantized_grads.meter(step == 1)
         for engine in (plain, watched):
             one_step(engine, rank, world, step)
     lost = [t.clone() for t in watched.zero.bucket_reducer.residuals()]

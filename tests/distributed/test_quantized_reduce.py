@@ -99,7 +99,7 @@ def send(reducer, layout, grads, outputs, accumulate=False):
 def passes(comm, layout, form, dtype, depth, steps, feedback=False):
     """``steps`` passes that add up. The sums, and what was counted."""
     reducer, outputs = reducer_over(comm, layout, form, dtype, depth, feedback), outputs_of(layout)
-    reducer.strategy.metering = True
+    reducer.strategy.meter(True)
     for step in range(steps):
         send(reducer, layout, gradients(layout, comm.rank, step, dtype), outputs, step > 0)
     reducer.drain()
@@ -253,7 +253,7 @@ def exceptions(rank, world):
     comm = communicator(Nodes(world, 2), chaos=2)
     reducer = reducer_over(comm, layout, Format(4, 64), torch.bfloat16, 2)
     reducer.strategy.exact_buckets.add((0, 1))
-    reducer.strategy.metering = True
+    reducer.strategy.meter(True)
     outputs = outputs_of(layout)
     send(reducer, layout, gradients(layout, rank, 0, torch.bfloat16), outputs)
     reducer.drain()

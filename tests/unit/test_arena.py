@@ -113,7 +113,7 @@ def test_what_a_host_has(tmp_path):
 
 def test_large_pages():
     for shape in ((3,), (2048, 1024)):
-        made = zeros_on_large_pages(shape, torch.float32)
+        made = zeros_on_large_pages(torch.Size(shape))
         assert made.shape == shape and not made.any()
         assert torch.equal(made.add_(1), torch.ones(shape))
 
