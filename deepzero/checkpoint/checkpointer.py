@@ -39,12 +39,10 @@ def _finish(reference: weakref.ref[Saver]) -> None:
 
 
 class Checkpointer:
-    """Saves and loads one engine's training state.
+    """Saves and loads one engine's training state: model, optimizer, schedule and counters.
 
-    Args:
-        engine: whose model, optimizer, schedule and counters are saved. Its ``preconditions`` get one more: an engine
-            that holds a mixture of two states refuses everything but another load.
-        formats: of other programs' checkpoints that can be loaded, beside plain safetensors.
+    Its ``preconditions`` get one more: an engine that holds a mixture of two states refuses everything but another
+    load. ``formats`` are of other programs' checkpoints that can be loaded, beside plain safetensors.
     """
 
     def __init__(self, engine: Engine, formats: Sequence[Format] = ()) -> None:

@@ -213,17 +213,10 @@ class SavePlan:
 def collect(
     holdings: EngineState, facts: dict[str, Any], lr_scheduler: Any, client_state: Mapping[str, Any], with_frozen: bool
 ) -> SavePlan:
-    """Plan the shards. A collective; nothing is written.
+    """Plan the shards. A collective; nothing is written. When one has what a checkpoint cannot hold, all ranks raise.
 
-    Args:
-        holdings: the model state.
-        facts: what an engine tells besides, under the names of :class:`Manifest`; ``id`` and ``tag`` among them.
-        lr_scheduler: an object with ``state_dict()``, or None.
-        client_state: the caller's; rank 0's counts.
-        with_frozen: store parameters that are not trained.
-
-    Raises:
-        CheckpointError: on every rank, when one has something that a checkpoint cannot hold.
+    ``facts`` are what an engine tells besides, under the names of :class:`Manifest`; ``id`` and ``tag`` among them. Of
+    ``client_state``, the caller's, rank 0's counts. ``with_frozen``: with parameters that are not trained.
     """
     comm, entries = holdings.comm, _buffers(holdings)
     tensors: dict[str, torch.Tensor] = {}

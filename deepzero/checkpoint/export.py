@@ -80,9 +80,6 @@ class TensorPlan:
 def parse_size(text: str | int) -> int:
     """A number of bytes as Hugging Face writes it: ``"5GB"`` is 5 · 10⁹, ``"5GiB"`` is 5 · 2³⁰.
 
-    Raises:
-        CheckpointError: it is not a positive number with one of the units.
-
     Example:
         >>> parse_size("5GB"), parse_size("1.5 MiB"), parse_size(700)
         (5000000000, 1572864, 700)
@@ -143,15 +140,9 @@ def write_model(
         folder: where the files go; made if it is not there.
         files: all tensors, as :func:`divide` gives them.
         values: of each of them, in this order, 1-D :meth:`~TensorPlan.pieces` of its dtype on the CPU.
-        filename: of the only file; the others' names are made from it.
+        filename: of the only file; the others' names, which are returned, are made from it.
         replace: an older model of this name may be replaced.
         extra: further small files by name, such as ``config.json``.
-
-    Returns:
-        The names of the files that hold tensors.
-
-    Raises:
-        CheckpointError: a model is there already, the disk is too small or fails, the folder is unfit.
     """
     entry, names = filename, [filename]
     small, total = dict(extra or {}), sum(plan.nbytes for plans in files for plan in plans)

@@ -44,9 +44,8 @@ def find_model(path: Path) -> Path | None:
 def read_foreign(path: Path, tag: str | None, model: EngineState, weights: bool) -> CheckpointReader | None:
     """A reader of plain safetensors, whose manifest has the model's names; None: these are none.
 
-    Raises:
-        CheckpointError: a file is missing or damaged; a tied weight has two values; a float is stored for an integer;
-            more than ``weights`` is wanted.
+    A CheckpointError: a file is missing or damaged, a tied weight has two values, a float is stored for an integer, or
+    more than ``weights`` is wanted.
     """
     entry = find_model(path) if tag is None else None
     if entry is None:

@@ -72,13 +72,10 @@ def naming_another(load_dir: Path, tag: str | None) -> contextlib.AbstractContex
 
 
 class Loader:
-    """Loads one checkpoint into one engine's model state.
+    """Loads one checkpoint, of which other programs' may lack buffers, into one engine's model state.
 
-    Args:
-        holdings: what is to be filled.
-        reader: of the checkpoint. One of other programs' files may lack buffers.
-        optimizer: load moments, counters and hyper-parameters of the optimizer.
-        strict: parameters and buffers have to be the same here and there.
+    ``optimizer``: its moments, counters and hyper-parameters, too. ``strict``: parameters and buffers have to be the
+    same here and there.
     """
 
     def __init__(self, holdings: EngineState, reader: CheckpointReader, optimizer: bool, strict: bool) -> None:

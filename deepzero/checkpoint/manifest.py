@@ -311,8 +311,7 @@ def check_sound(manifest: Manifest, where: str) -> None:
 def row_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Whether the rows of all shards together are each thing that should be there, each element once.
 
-    Yields:
-        (file, what is wrong): for every gap, overlap, wrong dtype, and tensor that should not or should be there.
+    Yields the file and what is wrong, for every gap, overlap, wrong dtype, and tensor that is missing or too many.
     """
     rows: dict[tuple[str, str], list[tuple[Row, str]]] = {}
     for file, info in manifest.files.items():

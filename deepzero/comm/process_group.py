@@ -132,11 +132,7 @@ def refuse_missing_gpu() -> None:
     """A rank of a launch takes the CPU only where that is meant: the others, on other machines, may be on GPUs.
 
     torch's usual build is one for GPUs, on a laptop too: so something else must tell of a GPU, a driver or
-    ``CUDA_VISIBLE_DEVICES``.
-
-    Raises:
-        ConfigError: a launcher has told this rank's number on its machine, torch is built for GPUs and finds none
-            though the machine has one or is said to, and ``DEEPZERO_DEVICE`` is not ``cpu``.
+    ``CUDA_VISIBLE_DEVICES``; and a launcher this rank's number on its machine.
     """
     meant = os.environ.get("DEEPZERO_DEVICE") == "cpu" or not (torch.version.cuda or torch.version.hip)
     told = re.match(r"\d|GPU|MIG", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
@@ -161,9 +157,6 @@ def init_distributed(
 
     Without a ``backend`` it is NCCL on GPUs and gloo on CPU. A collective that takes longer than the time-out raises.
     ``mpi``: ask an MPI's variables where no launcher's are set; its ranks meet at ``port``, if that is given.
-
-    Raises:
-        ConfigError: some but not all of the launcher's environment variables are set, or :func:`default_device`.
     """
     if mpi and not is_initialized():
         discover_mpi(port)

@@ -71,9 +71,6 @@ def find_nodes(ranks_per_node: int | None, world_size: int, ranks_of_hosts: Sequ
     ``process_group.ranks_of_host()``: **all ranks have to come to the same nodes**). Where it has told nothing, or
     machines differ in size, all ranks count as one node.
 
-    Raises:
-        ConfigError: ``ranks_per_node`` does not divide W.
-
     Example:
         >>> find_nodes(2, world_size=6).count
         3

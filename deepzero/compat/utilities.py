@@ -213,11 +213,8 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 def configure(mpu_: Any, deepspeed_config: Any = None, **switches: Any) -> None:
     """Nothing to do for what is off: what activations are to become is in ``initialize``'s configuration.
 
-    Of ``deepspeed_config`` the block ``activation_checkpointing`` is read, as ``initialize`` reads it.
-
-    Raises:
-        ConfigError: that block cannot be used.
-        NotImplementedError: a switch is on, here or there.
+    Of ``deepspeed_config`` the block ``activation_checkpointing`` is read, as ``initialize`` reads it. A
+    NotImplementedError: a switch is on, here or there.
     """
     if deepspeed_config is not None:
         switches["cpu_checkpointing"] = load_block(deepspeed_config, "activation_checkpointing").cpu_checkpointing

@@ -50,11 +50,8 @@ class Sink(Protocol):
 class Background:
     """A sink behind a queue, for ``ROOM`` entries, and a thread.
 
-    Args:
-        name: for the messages.
-        make: builds the sink, in the thread; its failure counts too (not installed, no disk, no network). It is given a
-            function for lines that the person at the terminal should read.
-        tell: prints a line; called by the loop's thread alone.
+    ``make`` builds the sink, in the thread; its failure counts too (not installed, no disk, no network). It is given a
+    function for lines that the person at the terminal should read. ``tell`` is called by the loop's thread alone.
     """
 
     def __init__(self, name: str, make: Callable[[Tell], Sink], tell: Tell) -> None:

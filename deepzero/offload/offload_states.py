@@ -190,11 +190,9 @@ def reload_states(self: Any, non_blocking: bool = False) -> None:
 
 
 class StateOffloader:
-    """Moves one engine's model states between the device and host memory.
+    """Moves one engine's model states between the device and host memory; what needs those that are away is refused.
 
-    Args:
-        engine: its ``preconditions`` get one more: what needs states that are away is refused.
-        wait_for_saves: returns when no asynchronous save reads model states.
+    ``wait_for_saves()`` returns when no asynchronous save reads model states.
     """
 
     def __init__(self, engine: Engine, wait_for_saves: Callable[[], None]) -> None:

@@ -253,11 +253,8 @@ class HostGradients:
     travel, and is added to on the device, contribution by contribution: the bits are those of sums that stay there. The
     way up is free at that time, and the CPU adds nothing.
 
-    Args:
-        planned: the groups, some of whose buckets are on the host.
-        copies: 2 while the last gradients' step may still run when the next ones come (delayed update), else 1.
-        dtype: accumulation dtype.
-        slots: one more than the reducer has buckets, so that no reduction waits for the copy of the one before it.
+    There are two ``copies`` while the last gradients' step may still run when the next ones come (delayed update), else
+    one; and one slot more than the reducer has buckets, so that no reduction waits for the copy of the one before it.
     """
 
     copier: HostDeviceCopier

@@ -67,11 +67,7 @@ class Refused:
 
 
 def rehearse_option(question: Question, setting: Setting, words: Sequence[str]) -> Option:
-    """One setting on the cluster.
-
-    Raises:
-        ConfigError: the words do not go together, or not with so many ranks.
-    """
+    """One setting on the cluster; a ConfigError where the words do not go together, or not with so many ranks."""
     run, world = question.compose(words), question.world
     batch = resolve_batch(run.engine, world.world_size)
     each = run.model.block_size * batch.micro_batch * world.world_size

@@ -46,9 +46,7 @@ ROUNDS = 5  # the median of so many counts
 def probe(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Cluster:
     """Measure. A collective: every rank of the process group calls it, and gets the same cluster.
 
-    Args:
-        dtype: in which matrix products are made.
-        sizes: bytes of a rank's part, at least two different ones.
+    Matrix products are made in ``dtype``; ``sizes`` are bytes of a rank's part, at least two different ones.
     """
     device, cpu = process_group.default_device(), torch.device("cpu")
     told = process_group.all_gather_object(process_group.ranks_of_host())
@@ -100,13 +98,8 @@ def probe(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Cluster:
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Seconds over bytes as ``latency + bytes / bandwidth``, by least squares of the *relative* error.
 
-    Relative, because the largest message would else decide alone.
-
-    Args:
-        points: (bytes, seconds), of at least two different sizes.
-
-    Returns:
-        Latency in seconds, not negative; bandwidth in bytes a second.
+    Relative, because the largest message would else decide alone. ``points`` are (bytes, seconds), of at least two
+    different sizes. Returns the latency, not negative, and the bandwidth in bytes a second.
 
     Example:
         >>> fit_line([(1000, 2.5), (2000, 3.0), (4000, 4.0)])

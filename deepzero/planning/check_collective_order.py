@@ -56,11 +56,7 @@ def telling_ranks(world: ClusterShape, sizes: Sequence[int] = ()) -> list[int]:
 
 
 def skipping(program: TrainStep, module: str) -> TrainStep:
-    """The same program, but for one module that gives back what it is given: a rank that has gone wrong.
-
-    Raises:
-        ConfigError: the model has no such module, or only a container of modules, when it is built.
-    """
+    """The same program, but for one module that gives back what it is given: a rank that has gone wrong."""
 
     def model() -> nn.Module:
         made = program.model()
@@ -81,9 +77,7 @@ def skipping(program: TrainStep, module: str) -> TrainStep:
 def compare(rehearsals: Sequence[DryRunResult], wrong: Collection[int] = ()) -> list[Difference]:
     """Every rank that does not launch, or does not compute gradients of, what most of them do.
 
-    Args:
-        rehearsals: of some ranks.
-        wrong: ranks that are known to go wrong: what the others do is right, however few they are.
+    Of ranks that are known to go ``wrong`` that is no question: what the others do is right, however few they are.
     """
     right = [r for r in rehearsals if r.rank not in wrong] or list(rehearsals)
     paths = [(r.trail, sorted(r.gradients)) for r in right]
@@ -137,20 +131,10 @@ def check(
     ranks: Sequence[int] | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[DryRunResult], list[Difference]]:
-    """Rehearse the telling ranks, and those that go wrong, and compare them.
+    """Rehearse ``ranks`` (None: the :func:`telling_ranks`), and those that go wrong, and compare them.
 
-    Args:
-        program: of all ranks.
-        world: how many there are.
-        wrong: modules that single ranks leave out.
-        ranks: which to rehearse besides; None: :func:`telling_ranks`.
-        tell: called before each rehearsal, which may take some seconds.
-
-    Returns:
-        The rehearsals, in the order of ranks, and what differs.
-
-    Raises:
-        ConfigError: a rank that is not there.
+    ``wrong`` are modules that single ranks leave out. ``tell`` is called before each rehearsal, which may take some
+    seconds. Returns the rehearsals, in the order of ranks, and what differs.
     """
     wrong, zero = dict(wrong or {}), program.config.zero
     sizes = [size for size in (zero.zero_hpz_partition_size, zero.mics_shard_size) if size > 1]

@@ -144,11 +144,7 @@ def _checked(where: str, numbers: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_cluster(path: str) -> Cluster:
-    """A cluster from a JSON file: a mapping of all fields, as ``--probe --save`` writes it.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds something else.
-    """
+    """A cluster from a JSON file: a mapping of all fields, as ``--probe --save`` writes it."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

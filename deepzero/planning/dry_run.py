@@ -116,21 +116,12 @@ class DryRunResult:
         return max(0, self.peak_bytes - device)
 
 
-def dry_run(
-    program: TrainStep, world: ClusterShape, rank: int = 0, steps: int = STEPS, limit: int | None = None
-) -> DryRunResult:
-    """Run ``program`` for some steps as ``rank``.
+def dry_run(program: TrainStep, world: ClusterShape, rank: int = 0, limit: int | None = None) -> DryRunResult:
+    """Run ``program`` for :data:`STEPS` steps as ``rank`` of ``world``.
 
-    Args:
-        program: model, batch, settings.
-        world: how many ranks, and on what.
-        rank: which of them.
-        steps: optimizer steps; fewer than :data:`STEPS` do not reach stage 3's plan.
-        limit: weigh what is held at every event of the last step, and keep about so many points; None: do not.
-
-    Raises:
-        ConfigError: settings that do not fit together or this many ranks, as in a run; a model without a scalar loss,
-            or one that reads values.
+    With a ``limit`` what is held is weighed at every event of the last step, and about so many points are kept. A
+    ConfigError: settings that do not fit together or this many ranks, as in a run; a model without a scalar loss, or
+    one that reads values.
     """
     who = DryRunRank(rank, world.world_size, world.device_type, world.ranks_of_host)
     meter, arrived, recording = WorkMeter(), list[str](), list[Event]()
@@ -140,10 +131,10 @@ def dry_run(
         running.enter_context(nothing_is_packed())  # the model, and with it its library, is there by now
         ledger, recorder = engine.ledger, None
         ledger.clock, ledger.trace = meter.clock, True
-        for step in range(steps):
+        for step in range(STEPS):
             ledger.events, arrived[:] = [], []
             meter.restart()
-            if limit is not None and step == steps - 1:
+            if limit is not None and step == STEPS - 1:
                 recorder = StepRecorder(ledger, limit, clock=meter.clock)
                 recorder.begin()
             for _ in range(engine.batch.accumulation):
@@ -160,9 +151,7 @@ def dry_run(
 def follow(engine: DeepSpeedEngine, rehearsed: ModuleTrace) -> None:
     """Let a stage-3 engine follow a rehearsed trace's plan from its first step on: nothing has to be recorded.
 
-    Raises:
-        ConfigError: the engine is of another stage, is cut into other buckets than the plan is about, or has other
-            limits on what is fetched ahead, kept and gathered.
+    It must be cut into the plan's buckets, and have its limits on what is fetched ahead, kept and gathered.
     """
     if not isinstance(stage := engine.stage, ZeroStage3):
         raise ConfigError(f"zero.stage={engine.config.zero.stage}: only stage 3 follows a plan of fetches")
@@ -256,11 +245,7 @@ def refuse_reading_values() -> Iterator[None]:
 
 
 def loss_of(program: TrainStep, output: Any) -> torch.Tensor:
-    """The loss of a model's output.
-
-    Raises:
-        ConfigError: it holds no scalar, and the program makes none of it.
-    """
+    """The loss of a model's output; a ConfigError where it holds no scalar, and the program makes none of it."""
     loss = program.loss(output) if program.loss is not None else scalar_loss(output)
     if loss is None:
         raise ConfigError(f"the model's output ({type(output).__name__}) holds no scalar loss; give the program one")

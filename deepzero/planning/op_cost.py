@@ -61,11 +61,7 @@ class _Recipe:
 
 
 class WorkMeter(TorchDispatchMode):
-    """Counts, while it is entered, what is dispatched on one kind of device.
-
-    Args:
-        device_type: which. ``meta``: a rehearsal. Another, to measure a real run in the same way.
-    """
+    """Counts, while it is entered, what is dispatched on one kind of device: ``meta``, or a real run's."""
 
     def __init__(self, device_type: str = "meta") -> None:
         super().__init__()

@@ -148,9 +148,6 @@ def build_zero(
 
     ``model`` may be on any device; afterwards it is on ``comm.device``, its trainable parameters views of flat buffers,
     in stage 3 placeholders. ``optimizer`` is over parameters of ``model``; afterwards over this rank's masters.
-
-    Raises:
-        ConfigError: the optimizer does not fit the model, or host memory is too small.
     """
     dtypes, settings = Dtypes.of(config, comm.world_size), config.zero
     names = {param: name for name, param in model.named_parameters()}
@@ -226,12 +223,7 @@ def build_zero(
 
 
 def check_params(names: dict[nn.Parameter, str], optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
-    """All parameters of the optimizer.
-
-    Raises:
-        ConfigError: the optimizer holds tensors that are not parameters of the model, one of them twice, or none that
-            trains.
-    """
+    """All parameters of the optimizer, which have to be the model's, each once, and some of which have to train."""
     seen: set[nn.Parameter] = set()
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:

@@ -89,13 +89,9 @@ def _by_value(value: Any) -> str:
 
 
 def agree_to_start(problem: Exception | None, mine: dict[str, str]) -> None:
-    """Raise on every rank when one cannot start, or when ranks differ.
+    """Raise on every rank when one cannot start, or when ranks differ. ``mine`` is :func:`describe`'s, empty then.
 
-    ``mine`` is from :func:`describe`; empty with a problem.
-
-    Raises:
-        problem: on the rank that has one.
-        RankMismatchError: on the others; or everywhere, with the first difference and both ranks.
+    A rank that has a ``problem`` raises that; the others, or all, a RankMismatchError with the first difference.
     """
     raise_on_all_ranks(problem, lambda text: RankMismatchError(f"could not start: {text}"))
     first, *others = process_group.all_gather_object(mine)
@@ -112,8 +108,7 @@ def agree_to_start(problem: Exception | None, mine: dict[str, str]) -> None:
 def check_parameters(model: nn.Module) -> None:
     """Refuse what a flat buffer of one real dtype cannot hold: complex and fp64 values, two parameters in one memory.
 
-    Raises:
-        ConfigError: names the parameters; or a sparse buffer, of which ranks could have different numbers of elements.
+    And a sparse buffer, of which ranks could have different numbers of elements.
     """
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided:
@@ -166,9 +161,8 @@ def _check_disjoint(cluster: Sequence[tuple[int, int, str, nn.Parameter]]) -> No
 def check_modules(model: nn.Module, world_size: int, stage: int) -> None:
     """Refuse, in training, modules that reduce gradients, or write their weights: ranks would not have the same ones.
 
-    Raises:
-        ConfigError: a DataParallel of torch's; an embedding with ``max_norm`` that trains on several ranks; in stage 3
-            any with ``max_norm``, and what ``torch.jit`` has compiled.
+    They are torch's DataParallels and an embedding with ``max_norm`` that trains on several ranks; in stage 3 any with
+    ``max_norm``, and what ``torch.jit`` has compiled.
     """
     for name, module in model.named_modules():
         if stage == 3 and isinstance(module, torch.jit.ScriptModule):
@@ -264,11 +258,8 @@ def agree(
 
     This rank brings its share of the sum of squares (``GradientReducer.norm_sq_partials``), the sum of its losses over
     so many micro-batches (None: it has seen none), whether it has been asked to stop, and whether it cannot take the
-    step.
-
-    Raises:
-        RankMismatchError: ranks have launched different collectives, which a backend that pairs them by their number
-            (NCCL) does not notice as long as extents agree. Nothing has been updated.
+    step. A RankMismatchError: ranks have launched different collectives, which a backend that pairs them by their
+    number (NCCL) does not notice as long as extents agree.
     """
     path = comm.flight_recorder.fingerprint & (PATH_BITS - 1)
     # A double travels as the signed integer of its bits, each in its rank's place: the sum adds only zeros to it.

@@ -46,14 +46,8 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 def borrowed(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
     """The same object, inside the block with no parameter groups, empty state, copied attributes and no hooks.
 
-    Args:
-        optimizer: any torch optimizer. Inside the block, set ``param_groups`` (see :func:`settings_of`) and step it.
-
-    Yields:
-        ``optimizer`` itself. Afterwards each of its attributes is the object that it was before.
-
-    Raises:
-        ConfigError: an optimizer that wraps another one, which would step the real parameters.
+    Inside, set ``param_groups`` (see :func:`settings_of`) and step it. Afterwards each attribute is the object that it
+    was before. An optimizer that wraps another one, which would step the real parameters, is refused.
 
     Example:
         >>> weight, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
@@ -149,11 +143,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, in_turn: bool = False, c
     results must agree to 1e-6. A group that is declared per tensor (:mod:`deepzero.runtime.per_tensor`) steps on two
     whole tensors instead, together and each alone. Settings are those of ``optimizer``, except the learning rate, which
     may be 0 at the start of a schedule and would show nothing. Parameters, state and random numbers are left as they
-    are.
-
-    Raises:
-        ConfigError: the results differ, or the optimizer does not run on such tensors with dense gradients and without
-            a closure.
+    are. An optimizer that does not run on such tensors, with dense gradients and without a closure, is refused too.
 
     Example:
         >>> check_elementwise(torch.optim.AdamW([torch.zeros(2, 2, requires_grad=True)]))

@@ -113,10 +113,7 @@ def exact_square_sum(norms: torch.Tensor) -> torch.Tensor:
 class BlockNorms:
     """The block norms of a rank's share of the gradients, taken bucket by bucket as the sums are written.
 
-    Args:
-        numel: elements of the share, a multiple of ``ALIGN``.
-        device: where it lies.
-        device_type: ``cpu`` or ``cuda``; in a dry run what the device stands for.
+    It has ``numel`` elements, a multiple of ``ALIGN``; ``device_type`` is what a dry run's device stands for.
 
     Example (the norms of two blocks are 24 = 1.5 * 2**4 and 32 = 1 * 2**5, and 1.5**2 * 4**4 + 1 * 4**5 = 40**2):
         >>> norms = BlockNorms(128, torch.device("cpu"))

@@ -39,11 +39,8 @@ class LossScaleError(RuntimeError):
 class LossScaler:
     """A scale that never changes: fp16 with a fixed ``loss_scale``, and 1 for bf16 and fp32. DeepSpeed's name.
 
-    In fp16 an overflowing step is still skipped by the engine, and there is nothing to learn from it; in bf16 and fp32
-    the engine raises.
-
-    Args:
-        scale: multiplies the next loss, and divides the gradients that come of it; positive.
+    It multiplies the next loss, and divides the gradients that come of it. In fp16 an overflowing step is still skipped
+    by the engine, and there is nothing to learn from it; in bf16 and fp32 the engine raises.
     """
 
     kind = "static"
@@ -62,11 +59,7 @@ class LossScaler:
         return {"kind": self.kind, **{name: getattr(self, name) for name in self.changing}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken, with the window, hysteresis, minimum or fixed scale of this run.
-
-        Raises:
-            ValueError: the state of another kind of scaler, or with keys missing or too many.
-        """
+        """Go on where :meth:`state_dict` was taken, with the window, hysteresis, minimum or fixed scale of this run."""
         if state.get("kind") != self.kind:
             raise ValueError(
                 f"the saved loss scaler is {state.get('kind')!r}, this run's is {self.kind!r}: set "
@@ -88,9 +81,6 @@ class DynamicLossScaler(LossScaler):
         hysteresis: overflows until the scale halves; 1 halves at once.
         consecutive_hysteresis: fill the hysteresis up after every good step, instead of at every doubling.
         min_scale: the scale is never halved below this.
-
-    Raises:
-        ConfigError: a number that makes no sense, or an ``initial_scale`` below ``min_scale``.
 
     Example:
         >>> scaler = DynamicLossScaler(initial_scale=8.0, window=2, hysteresis=1)
@@ -129,11 +119,7 @@ class DynamicLossScaler(LossScaler):
         self.hysteresis_left = min(self.hysteresis_left, self.hysteresis)
 
     def update(self, overflow: bool) -> None:
-        """Take note of one optimizer step, and change ``scale`` for the next one.
-
-        Raises:
-            LossScaleError: overflow at the minimum scale, with no forgiveness left.
-        """
+        """Take note of one optimizer step, and change ``scale`` for the next one; raise where it cannot be smaller."""
         if overflow:
             # A hysteresis of 1 never forgives. Otherwise the last of the forgiven overflows leaves 1, and it stays at 1
             # (each further overflow halves) until good steps fill it up.
@@ -160,9 +146,6 @@ class DynamicLossScaler(LossScaler):
 
 def build_loss_scaler(precision: PrecisionConfig) -> LossScaler:
     """The scaler that a precision asks for: dynamic for fp16 with ``loss_scale=0``, else fixed, and 1 outside fp16.
-
-    Raises:
-        ConfigError: numbers that do not fit together.
 
     Example:
         >>> build_loss_scaler(PrecisionConfig(dtype="fp16")).scale, build_loss_scaler(PrecisionConfig()).scale

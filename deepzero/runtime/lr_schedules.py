@@ -52,14 +52,9 @@ class Curve(Section):
     where = "scheduler.params"
 
     def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
-        """The learning rates for the optimizer step after ``done`` steps.
+        """The learning rates of each parameter group for the optimizer step after ``done`` steps, without skipped ones.
 
-        Args:
-            done: optimizer steps that are over, skipped ones not counted; 0 before the first.
-            base_lrs: the optimizer's own learning rate of each parameter group, as it was before any schedule.
-
-        Returns:
-            One rate for each parameter group.
+        ``base_lrs`` are the optimizer's own, as they were before any schedule.
         """
         factor = self._factor(done)
         return [lr * factor for lr in base_lrs]
@@ -229,8 +224,7 @@ class OneCycle(Curve):
     def for_optimizer(self, optimizer: torch.optim.Optimizer) -> OneCycle:
         """The same curve with ``cycle_momentum`` true or false, now that the optimizer is known.
 
-        Raises:
-            ConfigError: settings for betas that nobody would read.
+        Settings for betas that nobody would read are refused.
         """
         has_betas, kind = "betas" in optimizer.defaults, type(optimizer).__name__
         cycling = has_betas if self.cycle_momentum is None else self.cycle_momentum
@@ -324,11 +318,7 @@ class Scheduler:
         self.step(last_batch_iteration)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """One optimizer step is over: write the learning rates for the next one.
-
-        Args:
-            last_batch_iteration: go to this place of the schedule instead of one further.
-        """
+        """One optimizer step is over: write the rates for the next one, or for that after ``last_batch_iteration``."""
         here = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         self.last_batch_iteration = here
         groups = self.optimizer.param_groups
@@ -352,11 +342,7 @@ class Scheduler:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the saved place, and write its rates at once, so that the next step already has them.
-
-        Raises:
-            ValueError: not the state of such a scheduler.
-        """
+        """Go to the saved place, and write its rates at once, so that the next step already has them."""
         if set(state) != {"last_batch_iteration"}:
             raise ValueError(f"a scheduler's state has the key 'last_batch_iteration', this one has {sorted(state)}")
         self.step(int(state["last_batch_iteration"]))

@@ -34,10 +34,7 @@ def muon_groups(model: nn.Module, params: Iterable[Any] | None = None) -> list[d
     A matrix has two dimensions, and belongs neither to an ``nn.Embedding`` nor, tied or not, to the output head: what
     the model's ``get_output_embeddings()`` gives, or a module whose own name is in :data:`HEADS`. A parameter's
     attribute ``use_muon``, as DeepSpeed's scripts set it, has the last word, and a group with that key stays as it is.
-
-    Args:
-        model: whose modules are asked.
-        params: parameters or groups of them; None: all that require a gradient.
+    ``params`` are parameters or groups of them; None: all that require a gradient.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))

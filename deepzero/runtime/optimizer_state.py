@@ -42,10 +42,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
     The classes of torch that start from constants get exactly the state that their first step would create, and keep
     it. For any other class one step is tried with zero gradients on each parameter in turn, all states are held until
     the last one is made, and everything is put back bit for bit: the peak was reached once, and the first real step
-    creates the state itself. No later result changes by a bit in either case.
-
-    Args:
-        optimizer: over this rank's masters, fp32 leaves. State that is there already stays.
+    creates the state itself. No later result changes by a bit in either case. State that is there already stays.
 
     Example:
         >>> master = torch.ones(3, requires_grad=True)
@@ -121,16 +118,12 @@ def makes_state_in_advance(optimizer: torch.optim.Optimizer) -> bool:
     return all(_initial_state(cls, group, one) is not None for cls, group in classes)
 
 
-def moment_bytes(optimizer: torch.optim.Optimizer, device: torch.device, number: int | None = None) -> StateBytes:
-    """What ``optimizer`` keeps for the parameters of a group: one step on tensors of our own.
+def moment_bytes(optimizer: torch.optim.Optimizer, device: torch.device, number: int) -> StateBytes:
+    """What an optimizer, which does not change, keeps for the parameters of its group ``number``.
 
-    Args:
-        optimizer: still over the model's parameters; nothing of it changes.
-        device: where its masters will lie.
-        number: the group's; None: the first that has parameters.
+    Found by one step on tensors of our own, on the ``device`` where masters will lie.
     """
-    groups = optimizer.param_groups
-    group = groups[number] if number is not None else next(g for g in groups if g["params"])
+    group = optimizer.param_groups[number]
     if not group["params"]:
         return StateBytes({})
     # What is cut is 1-D, whatever it was; what is whole keeps its dimensions, by which the state may go.

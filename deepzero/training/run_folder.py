@@ -41,11 +41,7 @@ RUN_FOLDER_NOTE = "run-folder"  # in which a rank leaves the folder's name for t
 
 
 def take(run_dir: Path) -> None:
-    """Take the right to write in the run folder, for one process, which has it until it ends.
-
-    Raises:
-        ConfigError: another run has it, nothing can be written there, or it is where a run keeps its checkpoints.
-    """
+    """Take the right to write in the run folder, for one process, which has it until it ends; or a ConfigError."""
     if complete_tags(run_dir) or checkpoint_dir.is_complete(run_dir):
         raise ConfigError(f"hydra.run.dir={run_dir} holds checkpoints: name their run's folder, above it, or another")
     try:
@@ -79,14 +75,9 @@ def tag_of(step: int) -> str:
 def find_start(resume: str | None, run_dir: Path, restarted: bool = False) -> Path | None:
     """The checkpoint that a run begins with; None for the beginning.
 
-    Args:
-        resume: ``train.resume``. A checkpoint in the run folder itself is where the run goes back to; any other place
-            counts until this run has saved something.
-        run_dir: the run folder.
-        restarted: the ranks were started again by a launcher: what this run has saved goes before everything.
-
-    Raises:
-        ConfigError: there is none where ``resume`` says, or the run folder holds some that ``resume`` does not want.
+    ``resume`` is ``train.resume``. A checkpoint in the run folder itself is where the run goes back to; any other place
+    counts until this run has saved something. Where the ranks were ``restarted`` by a launcher, what this run has saved
+    goes before everything. A ConfigError: there is none where ``resume`` says, or the folder has some that it excludes.
     """
     own, tag = run_dir / RUN_CHECKPOINTS, None
     try:
@@ -144,9 +135,6 @@ def keep_global_batch(config: EngineConfig, manifest: Manifest, world_size: int)
     A run that names another ``train_batch_size`` than the checkpoint's gets what it names; and the micro-batch or the
     accumulation that it names, where the global batch can be cut like that. The number of ranks being the same says
     nothing: the checkpoint may be of a run that had already gone on with fewer of them than it began with.
-
-    Raises:
-        ConfigError: the global batch does not divide by the number of ranks.
 
     Example (24 sequences as 4 ranks x 1 x 6; on 3 ranks)::
 

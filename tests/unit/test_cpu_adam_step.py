@@ -195,7 +195,7 @@ class TestInDeepzero:
         optimizer = CPUAdam(leaves(5), weight_decay=0.1)
         check_elementwise(optimizer)
         assert optimizer.kernel == "auto"
-        assert moment_bytes(optimizer, torch.device("cpu")).per_element == 8
+        assert moment_bytes(optimizer, torch.device("cpu"), 0).per_element == 8
 
 
 def sparse():

@@ -243,7 +243,7 @@ def test_more_dimensions_than_are_tried_are_refused():
     weights = [torch.zeros(2, 2, 2, 2, 2, 2, requires_grad=True)]
     optimizer = optim.AdamW([{"params": weights, "per_tensor": True}])
     with pytest.raises(ConfigError, match="a parameter of 6 dimensions in a group that is per tensor, where 5"):
-        moment_bytes(optimizer, torch.device("cpu"))
+        moment_bytes(optimizer, torch.device("cpu"), 0)
 
 
 class Wrapped(nn.Module):
