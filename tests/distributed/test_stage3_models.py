@@ -309,6 +309,13 @@ def test_a_copy_of_a_live_model_fetches_nothing(rank, world, kind):
         assert type(param) is nn.Parameter and (other.grad is None or torch.equal(param.grad, other.grad))
     with torch.no_grad():  # one that shares parameters is the model itself
         assert torch.equal(copy.copy(engine.module)(batch(0, rank), *given), engine(batch(0, rank), *given))
+    other = start(reference, stage=3, bucket=100, zero=WHOLE)  # an engine of its own: the hooks of both run
+    loss = engine(batch(3, rank), *given)
+    step_on(other, batch(3, rank), *given)
+    engine.backward(loss)
+    engine.step()
+    engine.destroy()
+    step_on(other, batch(4, rank), *given)
 
 
 @pytest.mark.parametrize("late", [False, True])

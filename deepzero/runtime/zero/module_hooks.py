@@ -39,7 +39,7 @@ from torch import nn
 from deepzero.runtime.pytree import output_tensors
 from deepzero.runtime.zero.module_registry import external_parameters, z3_leaf_module
 from deepzero.runtime.zero.parameter_all_gather import ON_REQUEST
-from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter
+from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter, buckets_of
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
 from deepzero.utils.compile import is_compiled, never_compiled
@@ -133,8 +133,8 @@ class ModuleHooks:
         @never_compiled
         def pre_forward(module: nn.Module, args: Any, kwargs: Any = None) -> None:
             """1 fetch: the module's parameters are gathered before it runs."""
-            # copy.deepcopy takes hooks along, to a module whose parameters are its own.
-            if module is not hooked and not any(isinstance(param, ZeroParameter) for param in module.parameters()):
+            # copy.deepcopy takes hooks along, to a module whose parameters are its own, or another engine's.
+            if module is not hooked and not any(map(coordinator.has, buckets_of(module.parameters()))):
                 return
             if not self._stack:  # this is the outermost module, and a forward pass begins
                 coordinator.begin_forward()

@@ -309,7 +309,7 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
     """
     if (guards.writes_in_place(name) or name == "__setitem__") and any(param is first for param in params):
         raise guards.use_error(first._record, f"written ({name})")
-    buckets = _buckets_of(params)
+    buckets = buckets_of(params)
     missing = next(param for param in params if isinstance(param, PartitionedParameter))
     with ExitStack() as uses:
         # Entered together: fetching one bucket must not release another that the same operation reads.
@@ -323,9 +323,10 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
         return uses.pop_all()
 
 
-def _buckets_of(params: Iterable[ZeroParameter]) -> list[PartitionedBucket]:
-    """The buckets of ``params``, each once, in the order that is the same on all ranks."""
-    return sorted({param._record.placed()[0] for param in params}, key=attrgetter("number"))
+def buckets_of(params: Iterable[Tensor]) -> list[PartitionedBucket]:
+    """The buckets of those that are partitioned, each once, in the order that is the same on all ranks."""
+    partitioned = (param for param in params if isinstance(param, ZeroParameter))
+    return sorted({param._record.placed()[0] for param in partitioned}, key=attrgetter("number"))
 
 
 def _differentiate(func: Any, args: Any, kwargs: Any) -> Any:
@@ -541,7 +542,7 @@ class Init:
         params = partitioned_in((args, kwargs))
         # The parameters themselves: ``params`` may be aliases of them.
         records = {param._record for param in params}
-        themselves = [p for bucket in _buckets_of(params) for p in bucket.params if p._record in records]
+        themselves = [p for bucket in buckets_of(params) for p in bucket.params if p._record in records]
         whole = GatheredParameters(themselves, modifier_rank=0)
         whole.kinds = SETUP, SETUP_BROADCAST
         whole.gather()
@@ -658,11 +659,10 @@ class GatheredParameters:
         world = process_group.world_size()
         if modifier_rank is not None and not 0 <= modifier_rank < world:
             raise ValueError(f"modifier_rank={modifier_rank} is not one of the {world} ranks")
-        self.partitioned = [param for param in self.params if isinstance(param, ZeroParameter)]
-        self.buckets = _buckets_of(self.partitioned)
+        self.buckets = buckets_of(self.params)
         self._pushed = 0  # pairs of hooks on saved tensors
         if fwd_module is not None:
-            for param in self.partitioned:
+            for param in parameters_in(self.params):
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
