@@ -21,7 +21,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepzero.utils.errors import ConfigError
@@ -126,7 +125,8 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int] | None:
     world_size = _number("WORLD_SIZE", 1, 1 << 31)
     rank = _number("RANK", 0, world_size)
     if folder is not None:
-        file = dist.FileStore(str(Path(folder) / STORE))
+        path = os.path.join(folder, STORE)  # of a link what it leads to: what cleans /tmp may take the folder
+        file = dist.FileStore(os.readlink(path) if os.path.islink(path) else path)
         file.set_timeout(timeout)
         return fresh(file, rank, world_size, timeout), rank, world_size  # a group was perhaps joined, and left, before
     port = _number("MASTER_PORT", 1 if world_size > 1 else 0, 1 << 16)  # 0 is any port: nobody else looks for one rank

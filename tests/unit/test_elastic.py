@@ -1,6 +1,7 @@
 """Notes that survive a restart, the number of the restart, and what a rank may ask for on SIGTERM."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,20 @@ def test_whose_store_is_shared(monkeypatch):
     assert rendezvous.shared_by_attempts()
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert not rendezvous.shared_by_attempts()
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there the store is a file")
+def test_a_store_in_memory_outlives_the_launchers_folder(tmp_path, monkeypatch):
+    memory, folder = os.memfd_create("store"), tmp_path / "launch"
+    folder.mkdir()
+    (folder / rendezvous.STORE).symlink_to(f"/proc/self/fd/{memory}")
+    for name, value in {rendezvous.LAUNCH_FOLDER_VARIABLE: str(folder), "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    store, *_ = rendezvous.meet(timedelta(seconds=1))
+    shutil.rmtree(folder)  # as what cleans /tmp does
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    os.close(memory)
 
 
 PROGRAM = """
