@@ -194,7 +194,12 @@ def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool)
     raw = manifest.to_json().encode()
     check_sound(Manifest.from_json(raw, MANIFEST), MANIFEST)  # what could not be loaded replaces nothing
     write_whole(temporary / MANIFEST, raw)
-    write_whole(temporary / COMMIT, hashlib.sha256(raw).hexdigest().encode() + b"\n")
+    mark = temporary / COMMIT
+    write_whole(mark, hashlib.sha256(raw).hexdigest().encode() + b"\n")
+    for newest in complete_tags(folder)[-1:]:
+        before = (folder / newest / COMMIT).stat().st_mtime_ns
+        if before >= mark.stat().st_mtime_ns:  # a clock that was put back must not make this one older
+            os.utime(mark, ns=(before + 10**9, before + 10**9))
     flush_folder(temporary)  # what is in it, before it has a name that somebody reads
     final, aside = folder / manifest.tag, folder / f"{REPLACED}{manifest.id}-{manifest.tag}"
     if final.exists():

@@ -381,7 +381,11 @@ class StoreMailbox:
 
     def set(self, key: str, text: str) -> None:
         """Write it, over whatever is there; a folder's name in it may be no UTF-8."""
-        self._store.set(key, text.encode("utf-8", "surrogatepass"))  # type: ignore[arg-type]
+        try:
+            self._store.set(key, text.encode("utf-8", "surrogatepass"))  # type: ignore[arg-type]
+        except dist.DistNetworkError as error:
+            gone = "the store where the ranks have met is gone with the process that had it, torchrun's agent or rank 0"
+            raise dist.DistNetworkError(f"{gone}: {error}") from None
 
     def set_first(self, key: str, text: str) -> None:
         """Write it unless another rank was faster: all raise the same text."""

@@ -179,6 +179,16 @@ def test_places_that_cannot_be_written_or_are_taken(rank, world, tmp_path):
     steps(engine, rank, world, 1)
 
 
+@on_ranks(1)
+def test_a_clock_that_was_put_back(rank, world, tmp_path):
+    engine, tomorrow = engine_for(world, 1), time.time() + 86400
+    for number in range(4):
+        engine.save_checkpoint(tmp_path, tag=f"t{number}", keep_last=2)
+        if number == 1:
+            os.utime(tmp_path / "t1" / "COMMIT", (tomorrow, tomorrow))
+    assert folders.complete_tags(tmp_path) == ["t2", "t3"]
+
+
 @on_ranks()
 def test_a_folder_of_which_each_host_has_its_own(rank, world, tmp_path):
     engine, write = engine_for(world, 1), async_save.write_shard

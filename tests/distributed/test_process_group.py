@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import time
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -144,6 +145,19 @@ def test_one_process_hears_itself_and_a_pretended_rank_what_the_others_would_say
     comm.raise_on_all_ranks(None)
     with pytest.raises(ConfigError, match=r"^so it is$"):
         comm.raise_on_all_ranks("so it is", ConfigError)
+
+
+def test_a_store_that_is_gone():
+    """As torchrun's is with its agent."""
+    server = rendezvous.host_store(0, timedelta(seconds=5))
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
+    board = process_group.StoreMailbox("board", client, 0, 2)
+    board.set("key", "there")
+    del server
+    with pytest.raises(dist.DistNetworkError, match="is gone with the process that had it"):
+        for _ in range(100):  # the system takes some before it knows
+            board.set("key", "gone")
+            time.sleep(0.01)
 
 
 @on_ranks()
