@@ -26,25 +26,25 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1_689, 1150),
-    "deepzero/comm": (4_516, 2720),
-    "deepzero/runtime": (4_777, 3050),
+    "deepzero/comm": (4_515, 2720),
+    "deepzero/runtime": (4_772, 3050),
     "deepzero/runtime/zero": (5_865, 4550),
-    "deepzero/offload": (3_557, 2500),
-    "deepzero/checkpoint": (3_693, 2610),
+    "deepzero/offload": (3_541, 2500),
+    "deepzero/checkpoint": (3_684, 2610),
     "deepzero/launch": (722, 650),
     "deepzero/health": (651, 560),
     "deepzero/monitor": (2_495, 1600),
-    "deepzero/planning": (2_246, 1650),
+    "deepzero/planning": (2_236, 1650),
     "deepzero/profiling": (1_176, 800),
     "deepzero/models": (542, 540),
     "deepzero/data": (515, 400),
     "deepzero/training": (999, 380),
-    "deepzero/compat": (3_345, 1200),
-    "deepzero": (38_661, 23_500),
+    "deepzero/compat": (3_338, 1200),
+    "deepzero": (38_613, 23_500),
     "tools": (5_867, 2700),
     "tools/book": (1084, 1000),
     "examples": (764, 700),
-    "tests": (32_577, 17_000),
+    "tests": (32_581, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

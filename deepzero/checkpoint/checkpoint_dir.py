@@ -71,17 +71,11 @@ def latest_tag(folder: Path, name: str = LATEST) -> str | None:
 
 
 def find(load_dir: str | Path, tag: str | None, whole: bool = True) -> Path:
-    """The checkpoint that is meant.
+    """The checkpoint that is meant; one that is ``whole``, or also one to look at.
 
-    Args:
-        load_dir: the folder that checkpoints were saved to, or the folder of a run of ``train.py``; without a tag it
-            may also be a checkpoint itself.
-        tag: which one; None: the one that ``latest`` names.
-        whole: it has to be complete; else it is one to look at.
-
-    Raises:
-        CheckpointError: there is none, or it is not complete; :class:`NoCheckpoint`, where a run begins: no folder,
-            or one that holds nothing but what an interrupted first save leaves.
+    ``load_dir`` is the folder that checkpoints were saved to, or that of a run of ``train.py``. Without a ``tag`` it is
+    the one that ``latest`` names, or ``load_dir`` itself. A CheckpointError: there is none, or it is not complete;
+    :class:`NoCheckpoint`, where a run begins: no folder, or nothing but what an interrupted first save leaves.
     """
     folder, named = Path(os.path.expanduser(load_dir)), ""
     if not folder.is_dir():

@@ -39,9 +39,6 @@ SEQUENCES = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     """A value that :mod:`json` can write, ``where`` its name; the tensors found in it go into ``tensors``.
 
-    Raises:
-        CheckpointError: it holds what is no dictionary, list, tuple, set, number, string, bytes, tensor or namespace.
-
     Example:
         >>> encode({"a": (1, 2.5), 3: float("inf")}, "client_state", {})
         {'$dict': [['a', {'$tuple': [1, 2.5]}], [3, {'$float': 'inf'}]]}

@@ -106,9 +106,8 @@ def discover_mpi(port: int | None = None, verbose: bool = True) -> None:
 def meet(timeout: timedelta) -> tuple[dist.Store, int, int] | None:
     """The store of this rank's world, its number, and how many ranks there are; None: by torch's ``env://``.
 
-    Raises:
-        ConfigError: some but not all of the launcher's environment variables are set, or say what cannot be; another
-            launcher has started several processes, and none knows its rank; or the port is taken.
+    A ConfigError: some but not all of the launcher's environment variables are set, or say what cannot be; another
+    launcher has started several processes, and none knows its rank; or the port is taken.
     """
     import torch.distributed as dist
 

@@ -122,12 +122,9 @@ class TorchFileReader(CheckpointReader):
 def read(load_dir: Path, tag: str | None, _: Any = None, weights: bool = False) -> CheckpointReader | None:
     """A reader of the checkpoint of DeepSpeed's that is meant; None: it is none.
 
-    Args:
-        load_dir: the folder that DeepSpeed saved to, or without a tag one checkpoint.
-        tag: which one; None: that of ``latest``, or where there is none of ``latest_universal``.
-        weights: they are enough, so that client state and schedule may hold anything.
-
-    Raises a CheckpointError for what is missing or damaged, no plain data, or has no place in deepzero.
+    Without a ``tag`` it is that of ``latest``, or where there is none of ``latest_universal``, or ``load_dir`` itself.
+    Where ``weights`` are enough, client state and schedule may hold anything. Raises a CheckpointError for what is
+    missing or damaged, no plain data, or has no place in deepzero.
     """
     if tag is not None:
         check_tag(tag)

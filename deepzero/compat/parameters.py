@@ -34,7 +34,7 @@ ZeroParamType = Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE")
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where a config may keep a state. ``nvme`` is among DeepSpeed's words; the config refuses it."""
+    """Where a config may keep a state: on the device, in host memory, in files."""
 
     none, cpu, nvme = "none", "cpu", "nvme"
 

@@ -88,9 +88,6 @@ def get_fp32_state_dict_from_zero_checkpoint(
         tag: which one; None: the one that ``latest`` names.
         exclude_frozen_parameters: leave out what was not trained. What was not saved is missing in any case.
         lazy_mode: give a :class:`LazyTensor` for each, so that one at a time can be read.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
     """
     reader, found = _open(checkpoint_dir, tag, exclude_frozen_parameters), dict[str, Any]()
     for key, name, _, shape, aliases in reader.model_tensors():
@@ -192,8 +189,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def convert_to_universal(args: argparse.Namespace) -> None:
     """``main`` of DeepSpeed's ``ds_to_universal``: a checkpoint under a second name, as each is universal already.
 
-    Args:
-        args: with ``input_folder`` and ``output_folder``, which the file ``latest_universal`` beside it then names.
+    The file ``latest_universal`` beside ``args.output_folder`` then names that.
     """
     source, target = Path(os.path.expanduser(args.input_folder)), Path(os.path.expanduser(args.output_folder))
     if not is_complete(source):

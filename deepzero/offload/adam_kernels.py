@@ -150,14 +150,11 @@ def _pool(_process: int, count: int) -> ThreadPoolExecutor:
 
 
 class ChunkedAdam:
-    """Torch's fused kernel on one chunk (elements, a multiple of 64; no bit depends on it) after the other."""
+    """Torch's fused kernel on one chunk (of a multiple of 64 elements; no bit depends on it) after the other."""
 
-    name = "chunked"
+    name, chunk = "chunked", CHUNK
 
-    def __init__(self, chunk: int = CHUNK) -> None:
-        if chunk <= 0 or chunk % 64:
-            raise ValueError(f"chunk={chunk} must be a positive multiple of 64, as the shares of torch's threads are")
-        self.chunk = chunk
+    def __init__(self) -> None:
         # For each thread fp32 room for a chunk of the parameter and one of the gradient. Kept: fresh memory costs more
         # than the casts. One optimizer does not step twice at once.
         self._rooms: list[tuple[torch.Tensor, ...]] = []
@@ -366,16 +363,10 @@ def _sample(variant: Variant) -> list[Any]:
 
 
 def choose_kernel(request: str, numel: int, variants: Sequence[Variant]) -> tuple[Kernel, str]:
-    """The kernel for the lifetime of an optimizer, and why this one, in a few words.
+    """The kernel for the lifetime of an optimizer whose step updates ``numel`` elements, and why, in a few words.
 
-    Args:
-        request: one of :data:`KERNELS`.
-        numel: elements that a step updates.
-        variants: what the first step needs; compiled here, so that a failure is known before anything is written.
-
-    Raises:
-        RuntimeError: ``compiled`` was asked for and cannot be had.
-        ValueError: there is no such kernel; an optimizer that was pickled long ago may have asked for it.
+    ``variants`` are what the first step needs; compiled here, so that a failure is known before anything is written. A
+    kernel that is not there, for which an optimizer that was pickled long ago may ask, is a ValueError.
     """
     if request not in KERNELS:
         raise ValueError(f"CPUAdam has no kernel {request!r}; there are {', '.join(KERNELS)}")

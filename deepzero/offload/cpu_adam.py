@@ -208,9 +208,6 @@ class CPUAdam(torch.optim.Optimizer):
                 nothing happens.
             closure: called first, with gradients enabled; what it returns is returned.
             only: the parameters that this step is about, and that ``grads`` and ``out`` are parallel to. None: all.
-
-        Raises:
-            TypeError, ValueError: what, where, and what to do.
         """
         if callable(grads):
             if closure is not None:

@@ -73,13 +73,9 @@ def describe_bytes(regions: Iterable[Region]) -> str:
     return f"{binary_bytes(required_bytes(regions))} ({listed})" if sums else "0 B"
 
 
-def check_host_memory(regions: Sequence[Region], ranks_of_host: int, available: int | None = None) -> None:
-    """Raise a :class:`HostMemoryError` where this host cannot hold one arena of ``regions`` for each of its ranks.
-
-    ``available`` is in bytes; None asks the system.
-    """
-    available = available_host_bytes() if available is None else available
-    needed = required_bytes(regions) * ranks_of_host
+def check_host_memory(regions: Sequence[Region], ranks_of_host: int) -> None:
+    """Raise a :class:`HostMemoryError` where this host cannot hold one arena of ``regions`` for each of its ranks."""
+    available, needed = available_host_bytes(), required_bytes(regions) * ranks_of_host
     if available is not None and needed > available:
         raise HostMemoryError(
             f"offloading needs {binary_bytes(needed)} of host memory, {describe_bytes(regions)} for each of the "

@@ -106,9 +106,6 @@ _NUMBERS = {f.name for f in dataclasses.fields(Cluster)} - {"name", "device_type
 def find_cluster(text: str) -> Cluster:
     """A preset by name, or a file, with changes: ``h100``, ``h100,node_bandwidth=100e9`` or ``probed.json,flops=1e12``.
 
-    Raises:
-        ConfigError: no such preset, file, field or number.
-
     Example:
         >>> find_cluster("dgx_2h,node_bandwidth=5e9").node_bandwidth
         5000000000.0

@@ -17,9 +17,7 @@ MOVES = ("fetch", "release", "launch", "wait", "copy", "boundary", "step", "publ
 def rows(rehearsal: DryRunResult, waits: bool = False) -> Iterator[dict[str, Any]]:
     """The step's moves in order, on request with those where the program waits.
 
-    Yields:
-        ``number, what, kind, where, names, bytes, between_node_bytes, gradients`` (how many gradients became ready
-        since the row before).
+    A row's ``gradients`` are how many became ready since the row before.
     """
     gradients = number = 0
     for event in rehearsal.events:

@@ -218,11 +218,6 @@ def left_under_way(events: Sequence[Event]) -> list[Event]:
     return left
 
 
-def play(rehearsal: DryRunResult, cluster: Cluster) -> SimulatedTimeline:
-    """When what happens in the rehearsed step, on such a cluster."""
-    return _StreamClocks(rehearsal, cluster).play()
-
-
 @dataclass(frozen=True)
 class Simulated:
     """One rank's step on one cluster: how long, how much of it waiting for what, whether it fits."""
@@ -294,4 +289,4 @@ class Simulated:
 
 def simulate(rehearsal: DryRunResult, cluster: Cluster, tokens: int | None = None) -> Simulated:
     """The rehearsed step on such a cluster."""
-    return Simulated(rehearsal, cluster, play(rehearsal, cluster), tokens)
+    return Simulated(rehearsal, cluster, _StreamClocks(rehearsal, cluster).play(), tokens)

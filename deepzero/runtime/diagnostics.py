@@ -216,7 +216,9 @@ def quantization_report(engine: Any) -> dict[str, Any]:
 
     ``unquantized`` names what fell below a bound and travels as it is.
     """
-    return engine.zero.meter.readings() if engine.zero.meter is not None else {}
+    if (meter := engine.zero.meter) is None:
+        return {}
+    return {"weights": {**meter.weights}, "gradients": {**meter.gradients}, "unquantized": [*meter.unquantized]}
 
 
 def step_metrics(engine: Any) -> dict[str, float]:

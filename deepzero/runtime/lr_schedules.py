@@ -365,9 +365,6 @@ def build_scheduler(
     DeepSpeed's types also take ``last_batch_iteration``. ``total_steps`` is the length of the whole run, for curves
     whose parameters do not give it.
 
-    Raises:
-        ConfigError: an unknown type or parameter (with the nearest valid one), or a value that makes no sense.
-
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
         >>> build_scheduler(SchedulerConfig("WarmupLR", {"warmup_num_steps": 10}), optimizer).get_last_lr()

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -84,10 +84,6 @@ class QuantizationMonitor:
     def measures(self) -> bool:
         """Whether there is anything to measure in any step."""
         return self.settings.meter_every > 0 and bool(self.buckets or self.quantized_grads)
-
-    def readings(self) -> dict[str, Any]:
-        """The last measurement: ``weights`` and ``gradients`` in dB by bucket, and what goes ``unquantized`` since."""
-        return {"weights": dict(self.weights), "gradients": dict(self.gradients), "unquantized": [*self.unquantized]}
 
     def _due(self) -> bool:
         """Whether the step under way, counted from 0, is measured."""

@@ -90,10 +90,12 @@ def test_the_plan_is_kept():
 
 def test_a_host_that_is_too_small(monkeypatch):
     plan = [Region("host_masters", 2**28, torch.float32), Region("host_moments", 2**29, torch.float32)]
-    check_host_memory(plan, 8, available=8 * 3 * 2**30)
+    monkeypatch.setattr(arenas, "available_host_bytes", lambda: 8 * 3 * 2**30)
+    check_host_memory(plan, 8)
+    monkeypatch.setattr(arenas, "available_host_bytes", lambda: 8 * 3 * 2**30 - 1)
     said = r"needs 24 GiB of host memory, 3 GiB \(masters 1 GiB, moments 2 GiB\) for each of the 8 ranks"
     with pytest.raises(HostMemoryError, match=said):
-        check_host_memory(plan, 8, available=8 * 3 * 2**30 - 1)
+        check_host_memory(plan, 8)
     monkeypatch.setattr(arenas, "_anonymous", mock.Mock(side_effect=OSError(12, os.strerror(12))))
     with pytest.raises(HostMemoryError, match="the system refuses 3 GiB"):
         HostArena(plan, CPU, pin=False)

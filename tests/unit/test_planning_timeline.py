@@ -13,7 +13,7 @@ from deepzero.planning import plan
 from deepzero.planning.clusters import PRESETS, RANKS, Cluster, find_cluster, read_cluster
 from deepzero.planning.dry_run import DryRunResult, launched
 from deepzero.planning.op_cost import OpCost
-from deepzero.planning.simulate import play, simulate
+from deepzero.planning.simulate import simulate
 
 SIMPLE = Cluster(
     "simple", 4, flops=1e12, efficiency=0.5, memory_bytes=1e9, memory_bandwidth=1e9,
@@ -131,7 +131,7 @@ def step_of(events, ops, **changes):
 
 
 def played(events, ops, **changes):
-    return play(step_of(events, ops, **changes), CLUSTER)
+    return simulate(step_of(events, ops, **changes), CLUSTER).timeline
 
 
 @pytest.mark.parametrize(("events", "ops", "seconds", "exposed"), [
@@ -177,7 +177,7 @@ def test_what_is_published_under_way_leaves_as_its_part_of_the_step_is_done():
 ])  # fmt: skip
 def test_a_cpu_computes_more_slowly_while_its_cores_send(overhead, ops, at, seconds):
     events = [launch(GATHER, 0, 50), wait(GATHER, 0, at)]
-    line = play(step_of(events, ops), dataclasses.replace(CLUSTER, send_overhead=overhead))
+    line = simulate(step_of(events, ops), dataclasses.replace(CLUSTER, send_overhead=overhead)).timeline
     assert line.seconds == pytest.approx(seconds)
 
 
