@@ -84,7 +84,7 @@ class Bucket:
     slots: tuple[ParamSlot, ...]
     world_size: int
     _true_numels: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """:meth:`true_numel_of` by rank, kept: every step counts padding."""
+    """Cache of :meth:`true_numel_of`, by rank: every launch counts the padding that it sends."""
 
     @property
     def shard_numel(self) -> int:
@@ -191,7 +191,7 @@ class FlatLayout:
 
     def whole_fragments(self) -> list[Fragment]:
         """Every parameter as one fragment, lying as in ``flat_P``: what a rank owns when nothing is partitioned."""
-        # A parameter without elements has no fragment: optimizers would keep moments of nothing.
+        # A parameter without elements has no fragment: an optimizer would keep empty moments for it.
         slots = (slot for bucket in self.buckets for slot in bucket.slots)
         return [Fragment(slot, 0, slot.offset, slot.numel) for slot in slots if slot.numel]
 
@@ -224,7 +224,7 @@ def plan_layout(
         world_size: W.
         bucket_limit: a bucket is closed before it would exceed this many elements, without the padding at its end.
         align: elements to which parameter starts are aligned.
-        shard_align: elements to which a rank's part of a bucket is padded, a multiple of ``align``; None: that.
+        shard_align: elements to which a rank's part of a bucket is padded, a multiple of ``align``, the default.
 
     Raises:
         ValueError: ``world_size`` or ``bucket_limit`` below 1, or a negative number of elements.

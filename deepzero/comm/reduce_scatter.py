@@ -50,7 +50,7 @@ ALL_GATHER_GRADIENTS = "gradients.all_gather"
 BucketKey: TypeAlias = tuple[int, int]
 """Which bucket: its group's number, and its own within the group."""
 AroundSum: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
-"""A context around the writing of a sum: offload brings there what is added to, and takes the sum away behind it."""
+"""A context around the writing of a sum. Offload's copies the earlier sum up before, the new one down behind it."""
 
 
 # ---- what is in flight -----------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class BucketReducer:
         return BucketBuffers(send, recv_buffer, *(accelerator_of(device).event(device) for _ in range(2)))
 
     def buffers(self) -> list[torch.Tensor]:
-        """All memory that is kept and means nothing between two reductions."""
+        """All memory that is kept from step to step, and whose values are not."""
         return [self._scratch, *(b.send for b in self._all_buffers), *(b.recv_buffer for b in self._all_buffers)]
 
     def residuals(self) -> list[torch.Tensor]:

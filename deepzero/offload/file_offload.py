@@ -5,7 +5,7 @@ rank's (``file_store.py``), and with ``offload_param`` so do parameters; host me
 no difference::
 
     1 fetch            parameters are read ahead in the last step's order, and go up from a buffer
-    3 gradient ready   a sum comes down into a slot's buffer, and goes on to the file; to be added to, it comes back
+    3 gradient ready   a sum comes down into a buffer, and goes on to the file; to be added to, it comes back
     5 step             while the CPU steps on a bucket, the next one is read, and the one before it is written
 
     disk    | read 0 | read 1    | write 0, read 2 | write 1, read 3 | ...
@@ -79,7 +79,7 @@ def in_files(zero: ZeroConfig) -> set[str]:
 class FileBuffers(NamedTuple):
     """What the arena holds for what lies in files, before anything else in it: so each buffer begins at a block."""
 
-    sums: list[Region]  # one for each slot of the reducer's
+    sums: list[Region]  # one for each buffer of the reducer's
     buckets: list[Region]  # one for each bucket that is in memory at a time for its step
     fetches: list[Region]  # one for each bucket whose parameters are between the file and the device
 
@@ -110,7 +110,7 @@ class FileBuffers(NamedTuple):
             return [Region(STAGING, in_blocks(numel * itemsize), torch.uint8)] * count
 
         return cls(
-            buffers(sums.slot_count, sums.largest, accumulation.itemsize) if sums is not None and states else [],
+            buffers(sums.buffer_count, sums.largest, accumulation.itemsize) if sums is not None and states else [],
             buffers(min(optimizer.buffer_count // STATES, len(stepped)) if size else 0, max(stepped, default=0), size),
             buffers(min(param.buffer_count, len(kept)), max(kept, default=0), compute.itemsize),
         )
@@ -127,7 +127,7 @@ class FileCopier(HostDeviceCopier):
         self.files: dict[str, FileStore] = {}  # by the category of what lies in each
         self.ahead = ReadAhead(self)
         self._spare: list[torch.Tensor] = []
-        self._through: dict[int, torch.Tensor] = {}  # of each slot on the device, by its storage: the buffer beside it
+        self._through: dict[int, torch.Tensor] = {}  # by storage of a buffer on the device: host memory beside it
         self.ledger.untracked_kinds.add(FILE_FETCH_BETWEEN_STEPS)
 
     def open(self, regions: Sequence[Region], zero: ZeroConfig) -> None:
@@ -153,11 +153,11 @@ class FileCopier(HostDeviceCopier):
         return next((store for store in self.files.values() if store.holds(tensor)), None)
 
     def _room_for(self, staged: torch.Tensor) -> torch.Tensor:
-        """Host memory beside a slot on the device, the same in every step."""
-        slot = staged.untyped_storage()._cdata
-        if slot not in self._through:
-            self._through[slot] = self._spare.pop()
-        return self._through[slot].view(staged.dtype)[: staged.numel()]
+        """Host memory beside a buffer on the device, the same in every step."""
+        key = staged.untyped_storage()._cdata
+        if key not in self._through:
+            self._through[key] = self._spare.pop()
+        return self._through[key].view(staged.dtype)[: staged.numel()]
 
     def move(
         self,
@@ -180,7 +180,7 @@ class FileCopier(HostDeviceCopier):
     def to_host(
         self, kind: str, host: torch.Tensor, source: torch.Tensor, padding: int = 0, where: str = ""
     ) -> Transfer:
-        """Launch ``host.copy_(source)``; to a file, down into the slot's buffer, and on from there when it has come."""
+        """Launch ``host.copy_(source)``; to a file, down into that memory, and on from there when it has come."""
         if self.store_of(host) is None:
             return super().to_host(kind, host, source, padding, where)
         room = self._room_for(source)

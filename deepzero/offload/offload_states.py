@@ -323,9 +323,8 @@ class StateOffloader:
             "contiguous_grad_buffer": list(zero.bucket_reducer.residuals()),
         }
         # Between two optimizer steps the sums are those of the last one, which nobody needs.
-        found = {
-            name: [(t, name != "lp_grads" or gradients.backward_ended) for t in some] for name, some in tensors.items()
-        }
+        ended = gradients.backward_ended
+        found = {name: [(t, name != "lp_grads" or ended) for t in some] for name, some in tensors.items()}
         buffers = [*zero.bucket_reducer.buffers(), *(offload.buffers_on_device() if offload is not None else ())]
         found["contiguous_grad_buffer"] += [(buffer, False) for buffer in buffers]
         return found

@@ -3,7 +3,7 @@
 Masters, moments and reduced gradients of the first buckets are on the host, and the CPU steps on them. Three things
 happen to such a bucket::
 
-    3 gradient ready   its sum is written into a slot on the device, and leaves for the host while autograd goes on
+    3 gradient ready   its sum is written into a buffer on the device, and leaves for the host while autograd goes on
     5 step             the CPU steps on it, and writes the new parameters, cast, in the same pass over memory
     6 publish          they travel to the device, and from there to the other ranks, while the CPU steps on the next
 
@@ -170,7 +170,7 @@ class Offload:
 
     def buffers_on_device(self) -> list[torch.Tensor]:
         """What is kept on the device for the copies."""
-        return [slot.memory for slot in self.shard.gradients.slots] if self.shard is not None else []
+        return [buffer.memory for buffer in self.shard.gradients.buffers] if self.shard is not None else []
 
     def describe(self, optimizer: torch.optim.Optimizer) -> str:
         """One line: sizes, whether locked, threads, kernel; what lies in files, and how it gets there."""
@@ -226,7 +226,7 @@ class StagingBuffer:
 
     On the device, for a bucket's sum, which comes from the host if something is to be added to it::
 
-        output                       reduce into it   leave                   finish (before the slot is used again)
+        output                       reduce into it   leave                   finish (before it is used again)
         copy up what was there       add              copy down, own stream   the copy is there
         ---- free ----> taken --------------------------- in flight -------> free
     """
@@ -254,26 +254,26 @@ class HostGradients:
     way up is free at that time, and the CPU adds nothing.
 
     There are two ``copies`` while the last gradients' step may still run when the next ones come (delayed update), else
-    one; and one slot more than the reducer has buckets, so that no reduction waits for the copy of the one before it.
+    one; and one buffer more than the reducer has, so that no reduction waits for the copy of the one before it.
     """
 
     copier: HostDeviceCopier
 
-    def __init__(self, planned: Sequence[GroupPlan], copies: int, dtype: torch.dtype, slots: int) -> None:
+    def __init__(self, planned: Sequence[GroupPlan], copies: int, dtype: torch.dtype, buffer_count: int) -> None:
         self.copies, self._current = copies, 0
         self.largest = max(b.shard_numel for p in planned for b in p.layout.buckets if p.steps_on_host(b))
         self.regions = [Region(GRADIENTS, p.host_optimizer_numel, dtype) for p in planned for _ in range(copies)]
-        self.slot_count, self._sums = slots, list[torch.Tensor]()
-        self.slots = deque[StagingBuffer]()  # the oldest first
+        self.buffer_count, self._sums = buffer_count, list[torch.Tensor]()
+        self.buffers = deque[StagingBuffer]()  # the oldest first
         # The way down of each bucket's last sum, by group and number: it goes up again when it is there.
         self._down: dict[tuple[int, int], Transfer] = {}
 
     def carve(self, allocate: HostAllocator, copier: HostDeviceCopier) -> None:
-        """Take the planned regions, and the slots on the device."""
+        """Take the planned regions, and the buffers on the device."""
         self.copier, self._sums = copier, [allocate(*region) for region in self.regions]
         dtype = self.regions[0].dtype
-        zeros = [torch.zeros(self.largest, dtype=dtype, device=copier.device) for _ in range(self.slot_count)]
-        self.slots.extend(map(StagingBuffer, zeros))
+        zeros = [torch.zeros(self.largest, dtype=dtype, device=copier.device) for _ in range(self.buffer_count)]
+        self.buffers.extend(map(StagingBuffer, zeros))
 
     def sum_of(self, group: int, bucket: Bucket) -> torch.Tensor:
         """This rank's part of the bucket's sum, on the host; complete after :meth:`drain`."""
@@ -284,47 +284,47 @@ class HostGradients:
         self._current = (self._current + 1) % self.copies
 
     def output(self, group: int, bucket: Bucket, accumulate: bool, padding: int) -> GradOutput:
-        """Where the reducer writes a bucket's sum: the oldest slot. It leaves when it is written, in stream order.
+        """Where the reducer writes a bucket's sum: the oldest buffer. It leaves when it is written, in stream order.
 
         With ``accumulate`` what is on the host comes there first; ``padding`` elements of it belong to no parameter.
         """
-        slot = self.slots[0]
-        self.slots.rotate(-1)
-        if slot.taken:
-            raise RuntimeError("more reductions are under way than there are slots for their sums")
-        slot.finish()
+        buffer = self.buffers[0]
+        self.buffers.rotate(-1)
+        if buffer.taken:
+            raise RuntimeError("more reductions are under way than there are buffers for their sums")
+        buffer.finish()
         target, key = self.sum_of(group, bucket), (group, bucket.index)
-        source, where = slot.memory[: bucket.shard_numel], f"bucket {bucket.index}"
+        source, where = buffer.memory[: bucket.shard_numel], f"bucket {bucket.index}"
         fetch = partial(self.copier.to_device, SUMS_TO_DEVICE, source, target, padding, where)
         # It left a whole micro-batch ago, if the model has many buckets; else it may be a reduction still, or several.
-        if accumulate and all(other.taken != key for other in self.slots) and self._down[key].is_over():
-            slot.copy = fetch()
-        slot.taken = key
+        if accumulate and all(other.taken != key for other in self.buffers) and self._down[key].is_over():
+            buffer.copy = fetch()
+        buffer.taken = key
 
         @contextlib.contextmanager
-        def there_and_back() -> Iterator[None]:
+        def around_sum() -> Iterator[None]:
             if accumulate:
-                if slot.copy is None:
+                if buffer.copy is None:
                     self._down[key].wait()  # of the reduction before: they end in the order in which they began
-                    slot.copy = fetch()
-                slot.copy.wait()
+                    buffer.copy = fetch()
+                buffer.copy.wait()
             yield
-            slot.copy = self._down[key] = self.copier.to_host(TO_HOST, target, source, padding, where)
-            slot.taken = None
+            buffer.copy = self._down[key] = self.copier.to_host(TO_HOST, target, source, padding, where)
+            buffer.taken = None
 
-        return source, there_and_back
+        return source, around_sum
 
     def drain(self) -> None:
         """Wait for everything that has left, the oldest first. Afterwards the sums may be read."""
-        for slot in self.slots:
-            slot.finish()
+        for buffer in self.buffers:
+            buffer.finish()
 
     def discard(self) -> None:
-        """Free all slots, also those that an exception has kept from leaving, or whose transfer has failed."""
-        for slot in self.slots:
+        """Free all buffers, also those that an exception has kept from leaving, or whose transfer has failed."""
+        for buffer in self.buffers:
             with contextlib.suppress(RuntimeError):  # a disk's, in reading: nobody wants it any more
-                slot.finish()
-            slot.taken = None
+                buffer.finish()
+            buffer.taken = None
 
 
 # ---- 6 publish: back to the device -----------------------------------------------------------------------------------
@@ -453,7 +453,7 @@ class HostOptimizerShard(OptimizerShard):
     # ---- 3, 4: reduced gradients arrive ------------------------------------------------------------------------------
 
     def grad_output(self, group: int, bucket: Bucket, accumulate: bool) -> GradOutput:
-        """Where the reducer writes a bucket's sum: ``grad_S``, or a slot that leaves for the host at once."""
+        """Where the reducer writes a bucket's sum: ``grad_S``, or a buffer that leaves for the host at once."""
         if not self.groups[group].placement.steps_on_host(bucket):
             return super().grad_output(group, bucket, accumulate)
         return self.gradients.output(group, bucket, accumulate, bucket.padding_of(self.rank))

@@ -83,7 +83,7 @@ class BackwardPasses:
 
     def run(self, loss: torch.Tensor, micro_batches: int, retain_graph: bool) -> None:
         """``engine.backward``: one pass from ``loss``, which the caller has divided by ``micro_batches``, usually 1."""
-        # That division is undone here: the mean over micro-batches is part of one division in the step
+        # The factor below undoes the caller's division: the step divides once, also by the number of micro-batches
         # (``optimizer_shard.py``).
         self._given_loss = loss.detach() * micro_batches if micro_batches != 1 else loss.detach()
         self._inside_backward = True
@@ -180,7 +180,7 @@ class BackwardPasses:
         return grad * self._scaler.scale  # not in place: autograd's tensor may be a view of another's
 
     def _end(self) -> None:
-        """The end of a pass. One that reached no parameter (``torch.autograd.grad``) does not belong to training."""
+        """End a pass, and keep its loss. One that reached no parameter (``torch.autograd.grad``) is not counted."""
         given = self._given_loss
         loss = given if given is not None else self._seen_loss
         # A given loss whose graph has no trained parameter (an empty batch, say) counts as a pass all the same.
@@ -192,7 +192,7 @@ class BackwardPasses:
         try:
             self._stage.backward_end(self._at_boundary)
         except BaseException:
-            # Some of its buckets have left, others have not: the pass has broken off, as ``aborted`` will say.
+            # Some of its buckets were sent, others were not: from here on :meth:`aborted` says that the pass broke off.
             self._reached_param, self._end_callback = True, lambda: None
             raise
         self.count += 1

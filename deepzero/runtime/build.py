@@ -298,12 +298,12 @@ def set_optimizer_params(optimizer: torch.optim.Optimizer, groups: Sequence[Para
     # What was made by the constructor (Adagrad) or loaded stays: cut as the parameter is, in fp32; a number as it is.
     old_state = dict(optimizer.state)
     optimizer.state.clear()
-    for group in optimizer.param_groups:
-        group["params"] = []
-    for flat_group in groups:
-        optimizer.param_groups[flat_group.optimizer_group]["params"].extend(flat_group.masters)
-        for fragment, master in zip(flat_group.fragments, flat_group.masters, strict=True):
-            param = flat_group.params[fragment.slot.index]
+    for param_group in optimizer.param_groups:
+        param_group["params"] = []
+    for group in groups:
+        optimizer.param_groups[group.optimizer_group]["params"].extend(group.masters)
+        for fragment, master in zip(group.fragments, group.masters, strict=True):
+            param = group.params[fragment.slot.index]
             for key, value in old_state.get(param, {}).items():
                 if is_per_element(key, value, param.shape):
                     cut = value.reshape(-1)[fragment.start : fragment.start + fragment.numel].view(master.shape)

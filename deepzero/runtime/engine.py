@@ -282,7 +282,7 @@ class Engine(nn.Module):
         # From here on all ranks hold the same agreement, so they take the same branch of everything below.
         self.state.undecided = False
         self.state.stopping = agreement.stop
-        # The scale that divides these gradients is the one that multiplied their loss: read before it is updated.
+        # These gradients are divided by the scale that multiplied their loss: it is read before it is updated.
         scale, mean_divisor = self.scaler.scale, self._mean_divisor()
         lr = self.optimizer.param_groups[0].get("lr")  # a user's own optimizer may have none
         lr = float("nan" if lr is None else lr)  # a number: in a tensor, the schedule would change it later
@@ -372,7 +372,7 @@ class Engine(nn.Module):
     # ---- parameters and masters, between steps -----------------------------------------------------------------------
 
     def finish_delayed_update(self) -> None:
-        """Bring an update that is on its way into the parameters now. A collective."""
+        """Bring a delayed update that is not applied yet into the parameters now. A collective."""
         # Saving does so by itself: a checkpoint holds one state, not two halves of a step. It changes the course of
         # training as if this step had not been delayed; a run that is continued takes the same course.
         if not self.zero.optimizer_shard.update_pending:

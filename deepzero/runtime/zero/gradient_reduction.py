@@ -72,8 +72,8 @@ class UnreducedGradients:
             for g, group in enumerate(groups)
             for param, slot in zip(group.params, group.layout.slots, strict=True)
         }
-        # What waits: autograd's own tensors, or views of the flat buffers. A second gradient of one pass waits apart,
-        # even while the first is still here: so the bits of the sum do not depend on when the bucket leaves.
+        # Gradients that wait to be sent: autograd's own tensors, or views of the flat buffers. A second one of a
+        # pass waits apart, even while the first is here: so a sum's bits do not depend on when its bucket is sent.
         self._waiting: dict[int, torch.Tensor] = {}
         self._second: dict[int, torch.Tensor] = {}
         # How many references torch counts for a tensor that one variable holds: such a gradient is added to in place.
@@ -241,8 +241,8 @@ class GradientReducer:
         self._norms = [
             BlockNorms(group.layout.shard_numel, group.device, group.comm.device_type) for group in self.groups
         ]
-        # Of the backward pass under way: the position in ``order`` of the bucket that leaves next, which parameters'
-        # gradients have arrived (by id), how many each bucket still waits for (by position).
+        # Of the backward pass under way: the position in ``order`` of the bucket that is sent next, which parameters'
+        # gradients have arrived (by id), for how many gradients each bucket still waits (by position).
         self._cursor = 0
         self._arrived: set[int] = set()
         self._position = {
@@ -341,7 +341,7 @@ class GradientReducer:
             # Nothing is added to this sum afterwards, so its block norms are taken while it is in the core's cache.
             measure = partial(norms.measure, bucket.shard_offset)
             norms.fresh.add(bucket.index)
-        # Further ones of a step are added to it, in the order of the global batch, whatever W: see ``invariance.py``.
+        # Sums of a step's later passes are added to the first's, in the order of the global batch: ``invariance.py``.
         accumulate = self.reduced or again
         output, around_sum = self.shard.grad_output(g, bucket, accumulate)
         if self.every_pass and self.bucket_reducer.whole_sums:
@@ -385,7 +385,7 @@ class GradientReducer:
         self.shard.drain_grads()
 
     def sums_changed(self, group: int, bucket: Bucket) -> None:
-        """Take the norms of this bucket anew: somebody has written into its sums."""
+        """Take the norms of this bucket anew before the step: the program has written into its sums."""
         self._norms[group].fresh.discard(bucket.index)
 
     # ---- 5 step: what the norm reads ---------------------------------------------------------------------------------

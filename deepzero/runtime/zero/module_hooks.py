@@ -81,7 +81,7 @@ class ModuleHooks:
         # How often each leaf ran in forward passes whose backward passes are to come.
         self._leaf_calls: dict[nn.Module, int] = {}
         self._warned_autocast = False
-        self._packs = self.pack  # one object, by which our own hook is recognised
+        self._pack_hook = self.pack  # one object, by which our own hook is known: each ``self.pack`` is a new one
         # Modules under way, outermost first (None: an operation outside of all), and whether each has pushed hooks.
         self._stack: list[tuple[nn.Module | None, bool]] = []
         self._handles: list[Any] = []
@@ -189,7 +189,7 @@ class ModuleHooks:
         if not torch.is_grad_enabled():
             return
         # Non-reentrant checkpointing runs it again: the first run has been counted.
-        if in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True)[0] != self.pack:
+        if in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True)[0] is not self._pack_hook:
             return
         # One input is enough: autograd gives an input its gradient after everything between it and the output.
         for tensor in output_tensors((args, kwargs)):
@@ -205,7 +205,7 @@ class ModuleHooks:
             self._leaf_done(list(module.parameters()))
 
     def end_of_backward(self) -> None:
-        """Calls that this backward pass did not reach will be counted as they come."""
+        """Forget calls of leaves that this backward pass did not reach; the next one counts those that it reaches."""
         self._leaf_calls.clear()
 
     def _fetch_for_backward(self, keys: tuple[int, ...], where: str, output: Any) -> None:
@@ -235,7 +235,7 @@ class ModuleHooks:
         """What autograd saves from now on passes :meth:`pack` first. Returns whether there is something to pop."""
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         # torch runs only the innermost pair of hooks. Where a module calls another, ours are there already.
-        if outer is not None and outer[0] is self._packs:
+        if outer is not None and outer[0] is self._pack_hook:
             return False
         # Autograd saves nothing now, and hooks cost time: generation under no_grad calls thousands of modules.
         if outer is None and not torch.is_grad_enabled():
@@ -255,7 +255,7 @@ class ModuleHooks:
                 "every rank; use precision=bf16 instead (said once)"
             )
         if outer is None:
-            torch._C._autograd._push_saved_tensors_default_hooks(self._packs, self.unpack)
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack_hook, self.unpack)
             return True
         # Ours replace the others, and are popped by whoever has pushed those. Without gradients too: a custom autograd
         # function runs so, and what it saves is saved when it has ended.

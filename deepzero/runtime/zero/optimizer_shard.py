@@ -33,7 +33,7 @@ from deepzero.runtime.zero.stage_1_and_2 import ParamGroup
 # ---- 5 step ----------------------------------------------------------------------------------------------------------
 
 GradOutput = tuple[torch.Tensor, AroundSum]
-"""Where a bucket's sum is written, and the context around the writing: offload brings there what is added to."""
+"""Where a bucket's sum is written, and the context around the writing."""
 
 OnePassStep = Callable[..., Any]
 """``CPUAdam.step``: widens ``grads``, divides by ``scale``, steps on masters ``only``, casts into ``out``."""
@@ -112,7 +112,7 @@ class OptimizerShard:
 
     def grad_output(self, group: int, bucket: Bucket, accumulate: bool) -> GradOutput:
         """Where the reducer writes the sum of a bucket's gradients: bucket ``bucket`` of ``groups[group]``."""
-        # ``accumulate``: it is added to what this step has brought already; here that happens in place, in ``grad_S``.
+        # With ``accumulate`` the reducer adds to what ``output`` holds: the sums of this step's earlier passes.
         if (output := self._outputs.get((group, bucket.index))) is None:
             sums, whole = self.grad_S[group], self.whole_sums
             start = self.groups[group].layout.shard_numel - sums.numel()  # what comes before is on the host
@@ -144,7 +144,7 @@ class OptimizerShard:
         """Forget gradients that are on their way to the host."""
 
     def memory_problem(self) -> RuntimeError | None:
-        """What is wrong with the memory (a disk's, say) in which sums and states lie. Here nothing can be."""
+        """An error where sums or states are damaged, as after a write to a full disk; else None, as always here."""
         return None
 
     # ---- 4 boundary, 5 step ------------------------------------------------------------------------------------------

@@ -56,10 +56,10 @@ class PlainAllGather:
     # qwZ: how many bytes the messages take, beside the bucket's own buffer, while they are on their way.
     quantizer: Quantizer | None = None
     scratch_bytes = 0
-    # hpZ and MiCS: the ranks that keep a secondary partition among them. Each step renews it (``mics``), or it is made
-    # once, as the parameters never change (``kept_for_good``), or with each step's first gather (hpZ).
+    # hpZ and MiCS: the ranks that keep a secondary partition among them. MiCS renews it in each step (``mics``), hpZ by
+    # the first gather of each step, or once, where the parameters never change (``frozen``).
     group: RankGroup | None = None
-    mics = kept_for_good = False
+    mics = frozen = False
     secondary_shard: torch.Tensor | None = None
 
     def __init__(self, in_layout: Bucket, dtype: torch.dtype, comm: Communicator, where: str) -> None:
@@ -98,7 +98,7 @@ class PlainAllGather:
             )
 
     def make_message(self, values: torch.Tensor, message: torch.Tensor) -> None:
-        """Make this rank's message of its shard's values."""
+        """Write this rank's message, made from its shard's values."""
         # Already there if the source has copied it from the host, or if with one rank the shard is the buffer.
         if values.data_ptr() != message.data_ptr():
             message.copy_(values)
@@ -156,7 +156,7 @@ class PlainAllGather:
     @property
     def always_inside(self) -> bool:
         """Whether the secondary partition is never stale, so that every gather stays in the group."""
-        return self.mics or self.kept_for_good
+        return self.mics or self.frozen
 
     def forecast(self, inside: bool) -> Traffic:
         """What one gather sends, mean over ranks; with ``inside`` from the secondary partition."""

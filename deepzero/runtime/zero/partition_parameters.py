@@ -121,7 +121,7 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """AVAILABLE where the parameter shows its values; the bucket's may be on this rank earlier, and longer."""
+        """AVAILABLE while the parameter shows its values; its bucket may be gathered earlier, and stay so longer."""
         bucket = self._record.placed()[0]
         hidden = bucket.status is ZeroParamStatus.AVAILABLE and not bucket.shown
         return ZeroParamStatus.NOT_AVAILABLE if hidden else bucket.status
@@ -204,9 +204,9 @@ class PartitionedParameter(ZeroParameter):
         first = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes it by name
         with gather_on_use(parameters_in((args, kwargs)), name, first):
             # The parameters show their values now. Tensors detached from them earlier do not, and are replaced.
-            whole = lambda alias: alias._record.placed()[0].value(alias)
+            value_of = lambda alias: alias._record.placed()[0].value(alias)
             with hide_from_checkpointing():
-                args, kwargs = pytree.tree_map_only(PartitionedParameter, whole, (args, kwargs))
+                args, kwargs = pytree.tree_map_only(PartitionedParameter, value_of, (args, kwargs))
             return func(*args, **kwargs)
 
     def before_collective(self) -> None:
@@ -543,18 +543,18 @@ class Init:
         # The parameters themselves: ``params`` may be aliases of them.
         records = {param._record for param in params}
         themselves = [p for bucket in buckets_of(params) for p in bucket.params if p._record in records]
-        whole = GatheredParameters(themselves, modifier_rank=0)
-        whole.kinds = SETUP, SETUP_BROADCAST
-        whole.gather()
+        context = GatheredParameters(themselves, modifier_rank=0)
+        context.kinds = SETUP, SETUP_BROADCAST
+        context.gather()
         # The references that are ours: any more are views, through which a later line of the constructor may write.
-        own_references = [references(bucket.gathered) for bucket in whole.buckets]
+        counts = [references(bucket.gathered) for bucket in context.buckets]
         try:
             result = _with_views(func, args, kwargs, params)
         except BaseException as error:
             # Now, as the traceback holds views: they would pass for views through which the program may write.
-            whole.release(type(error))
+            context.release(type(error))
             raise
-        self._open[whole] = own_references
+        self._open[context] = counts
         self._partition_again(only_unviewed=True)
         return result
 
@@ -567,11 +567,11 @@ class Init:
 
     def _partition_again(self, only_unviewed: bool) -> None:
         """Partition what a write made whole; with ``only_unviewed``, where no view of it is held any more."""
-        for whole, counts in list(self._open.items()):
-            held = (references(bucket.gathered) > own for bucket, own in zip(whole.buckets, counts, strict=True))
+        for context, counts in list(self._open.items()):
+            held = (references(bucket.gathered) > own for bucket, own in zip(context.buckets, counts, strict=True))
             if not (only_unviewed and any(held)):
-                del self._open[whole]
-                whole.release(None)
+                del self._open[context]
+                context.release(None)
 
 
 def _can_be_partitioned(param: nn.Parameter) -> bool:
@@ -684,8 +684,8 @@ class GatheredParameters:
         # Before anything is launched: a rank that raised in the middle would leave the others waiting.
         for bucket in self.buckets:
             guards.check_on_device(bucket)
-        if self.modifier_rank is not None:  # where values are written that are whole anyway
-            self._whole = {param: param.data for param in self.params if not isinstance(param, ZeroParameter)}
+        if self.modifier_rank is not None:  # of parameters that are whole anyway: a write may replace their data
+            self._data = {param: param.data for param in self.params if not isinstance(param, ZeroParameter)}
         # Those that the coordinator has gathered, while no module of theirs is under way, are hidden again afterwards.
         self._hidden = [bucket for bucket in self.buckets if not bucket.shown]
         # From here on the coordinator does not release them.
@@ -705,7 +705,7 @@ class GatheredParameters:
 
     @outliving_pass()
     def release(self, error_type: Any) -> None:
-        """Leave what :meth:`gather` has entered."""
+        """Leave the context: take over what was written, if nothing was raised, and release what nobody else needs."""
         complete = False
         try:
             # After an exception nothing is taken over: the other ranks may not have had it, and would not broadcast.
@@ -740,7 +740,7 @@ class GatheredParameters:
         wrong = ""
         for param in self.params:
             if not isinstance(param, ZeroParameter):
-                values = self._whole.get(param, param.data)  # its engine may have been destroyed meanwhile
+                values = self._data.get(param, param.data)  # its engine may have been destroyed meanwhile
                 wrong = guards.take_back(param, values) or wrong
                 process_group.broadcast_tensor(values, source)
                 torch.autograd.graph.increment_version(param)  # by this the engine sees the write, on all ranks

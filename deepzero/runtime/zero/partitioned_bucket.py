@@ -80,10 +80,10 @@ class PartitionedBucket:
         self._gathered: torch.Tensor | None = None
         # The strategy by which the values here came, or are coming: ``strategy``, or its unquantised one.
         self.gathered_by = strategy
-        # AVAILABLE, and the parameters are views of what is gathered.
+        # Whether the parameters are views of what is gathered; only while AVAILABLE.
         self.shown = False
-        # How many ``GatheredParameters`` contexts need the values. Until the last of them ends nobody releases; it does
-        # if nobody else needs the values by then.
+        # How many ``GatheredParameters`` contexts need the values: until the last of them ends the bucket stays
+        # gathered. Whether that one has to release it, as nobody else needs the values.
         self.gather_refs = 0
         self.release_when_unreferenced = False
         # While ``offload_states`` has taken the shard's memory: what an error says of it.
@@ -234,7 +234,7 @@ class PartitionedBucket:
 
     @outliving_pass()
     def renew_held(self) -> None:
-        """The shards have new values: what the program holds gathered over a step or a load follows. A collective."""
+        """After a step or a load: gather the new values into a bucket that the program holds gathered. A collective."""
         if self.gather_refs:
             self._refill(ON_REQUEST, self.gathered_by)
 

@@ -98,7 +98,7 @@ class ModuleTrace:
                 "%s: the order of modules has changed %d times; without a plan that lasts nothing is prefetched",
                 self.what, WARN_AFTER_DROPS,
             )  # fmt: skip
-        # What came before is as it was recorded, so only the rest is recorded anew.
+        # The step has followed the plan so far, so only the rest is recorded anew.
         self._recorded, self.plan = list(plan[:following]), None
 
     def completed(self, key: int) -> None:
@@ -390,7 +390,7 @@ class PartitionedParameterCoordinator:
     def count_live(self, key: int, where: str) -> None:
         """A bucket is on its way, or here: it counts until it is released."""
         self.live_numel += self.bucket_numels[key]
-        # More than the limit, and never before.
+        # Over the limit for the first time.
         if self.live_numel > self.limits.stage3_max_live_parameters >= self.max_live_numel and self.comm.rank == 0:
             log.warning(
                 "%s needs %d gathered elements at once, more than stage3_max_live_parameters=%d (said once)",

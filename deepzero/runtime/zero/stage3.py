@@ -314,7 +314,7 @@ class ZeroStage3(ZeroStage1And2):
 
     def reduce_ready_gradient(self, param: nn.Parameter, is_reduction_boundary: bool) -> None:
         """3: launch every bucket whose gradients are complete and that is next in order."""
-        # Kept for leaf modules: their gradients are complete when their input's is, outside of this call.
+        # Leaf modules are sent outside of this call, when their input has its gradient (``leaf_done``).
         self._at_boundary = is_reduction_boundary
         # For error messages: where each rank was, when ranks have stopped making the same calls.
         if (record := vars(param).get("_record")) is not None:
@@ -337,7 +337,7 @@ class ZeroStage3(ZeroStage1And2):
         super().backward_end(is_reduction_boundary)
 
     def forget_pass(self) -> None:
-        """End a pass that left no gradient; one through a leaf module may have counted it as complete."""
+        """End a pass that left no gradient, though it may have gone through leaf modules."""
         self.hooks.end_of_backward()
         super().forget_pass()
 

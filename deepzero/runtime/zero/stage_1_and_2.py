@@ -143,7 +143,7 @@ class ParamGroup:
         self.names, self.layout, self.dtype, self.replicated = list(names), planned.layout, dtype, replicated
         self.params: Sequence[nn.Parameter] = list(planned.params)
         self.comm = comm
-        # Called before parameters are written from outside; may refuse.
+        # Called before the program, or a load, writes a parameter: waits until nobody reads the old values, or raises.
         self.before_write: Callable[[], None] = lambda: None
         self.fragments = self.layout.whole_fragments() if replicated else self.layout.fragments(comm.rank)
         # A parameter's index -> its fragment's, in ``fragments``; a small parameter may lie wholly on other ranks.
@@ -189,8 +189,9 @@ class ParamGroup:
 
         # Where the model is on the device, its memory has to be free before masters and parameters take theirs: until
         # then the fragments wait here. Else they go to their places at once.
-        fragments_kept: dict[int, torch.Tensor] | None = {} if any_on(self.params, self.device) else None
-        if fragments_kept is None:
+        on_device = any_on(self.params, self.device)
+        fragments_kept: dict[int, torch.Tensor] = {}
+        if not on_device:
             self.allocate_masters()
             self._allocate_params()
         for index, param in enumerate(self.params):
@@ -202,12 +203,12 @@ class ParamGroup:
                 part = values[fragment.start : fragment.start + fragment.numel]
                 # A master in host memory is there already, and final at once: it takes no memory of the device.
                 kept = into_master(fragment, part)
-                if fragments_kept is None:
+                if not on_device:
                     self.param_fragment(fragment).copy_(part)
                 else:  # not a view, which would keep the whole parameter's memory
                     fragments_kept[number] = part.clone() if kept is part else kept
             del values
-        if fragments_kept is None:
+        if not on_device:
             return
         # Nothing but fragments is left of the model, so the masters go where the model was.
         self.allocate_masters()
@@ -243,7 +244,7 @@ class ParamGroup:
         # The optimizer never sees the parameters again, the model nothing else.
         for param, slot, shape in zip(self.params, self.layout.slots, shapes, strict=True):
             param.data = self.flat_P[slot.offset : slot.end].view(shape)
-        # By these a step sees what the program wrote into a parameter, or turned, in between.
+        # A step compares with these, to find parameters that the program wrote or transposed since the last one.
         self._shapes, self._versions = list(shapes), [param._version for param in self.params]
 
     # ---- the group's tensors -----------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ class ParamGroup:
         on_host = (self.placement.host_master_span, self.masters_on_host)
         on_device = (self.placement.device_master_span, self.masters_on_device)
         for span, storage in (on_host, on_device):
-            # A bucket lies on one side, and whatever is asked for lies within a bucket.
+            # A bucket lies on one side, and what callers ask for lies within one bucket.
             if storage is not None and start in span:
                 return storage[start - span.start :][:numel]
         return None
@@ -427,7 +428,7 @@ class ZeroStage1And2:
     # fragments of ``single_partition_of_fp32_groups``.
 
     def uploaded(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
-        """5, where the CPU steps: my part of a bucket is new, or on its way to the device.
+        """5, where the CPU steps: this rank's part of a bucket has new values, here or on their way to the device.
 
         ``group`` is an index of ``gradients.groups``: here they are :attr:`groups`, in stage 3 partitioned ones too.
         """
@@ -438,7 +439,7 @@ class ZeroStage1And2:
     def launch_all_gather(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
         """Launch the all-gather of a bucket of ``groups[group]``. Where the CPU steps, it goes on with the next bucket.
 
-        ``wait_upload`` lets the current stream wait until my part has come from the host; None: it is there.
+        ``wait_upload`` lets the current stream wait until this rank's part has come from the host; None: it is there.
         """
         # In place: my part lies in ``whole``, and the others' arrive beside it, so nothing is copied. Behind an upload
         # the caller launches this on the upload's own stream, and the compute stream waits for neither yet.

@@ -128,7 +128,7 @@ class SecondaryAllGather(PlainAllGather):
         self.inner, self.source, self.quantizer = inner, inner.source, inner.quantizer
         self.scratch_bytes, self.message_bytes = inner.scratch_bytes, inner.message_bytes
         self.group: RankGroup = group
-        self.mics, self.kept_for_good = mics and not frozen, frozen
+        self.mics, self.frozen = mics and not frozen, frozen
         # W/H: how many messages a rank keeps for its group. They are kept as they travel, so quantised ones as bytes.
         self.kept_messages = self.comm.world_size // group.size
         dtype = torch.uint8 if self.quantizes else self.dtype
@@ -152,7 +152,7 @@ class SecondaryAllGather(PlainAllGather):
         training, group, inner = kind in TRAINING, self.group, self.inner
         if self._generation != into.generation or (training and not self._for_training):
             inner.launch(kind, into)  # from a disk it may raise, and then nothing arrives
-            self._arriving, self._for_training = into.generation, training or self.kept_for_good
+            self._arriving, self._for_training = into.generation, training or self.frozen
             return
         # The group's secondary shards, end to end, are the W messages: what arrives is bit for bit what arrived first.
         messages = inner.receive_into(into.gathered)
@@ -173,7 +173,7 @@ class SecondaryAllGather(PlainAllGather):
 
     def without_quantization(self) -> PlainAllGather:
         """The strategy without quantisation, with an empty secondary shard of the other size."""
-        return SecondaryAllGather(self.inner.without_quantization(), self.group, self.mics, self.kept_for_good)
+        return SecondaryAllGather(self.inner.without_quantization(), self.group, self.mics, self.frozen)
 
     # ---- the new shard goes to those that keep it: MiCS, and frozen parameters ---------------------------------------
 
