@@ -143,7 +143,7 @@ class Checkpointer:
         self.engine.finish_delayed_update()
         with together(own_words):
             self.engine.check("save_16bit_model")
-        with self.engine.comm.ledger.aside(), torch.no_grad():
+        with self.engine.comm.ledger.outside_step(), torch.no_grad():
             name = MODEL_FILE if filename is None else filename
             save_gathered(self.holdings(), folder, name, with_frozen, max_shard_size)
 
@@ -234,14 +234,14 @@ class Checkpointer:
         engine, zero = self.engine, self.engine.zero
         # All that is under way or kept of the state before goes first: later it would land on the loaded values.
         with together(own_words):  # stage 3 refuses a write to what is gathered, on the rank that wrote
-            engine.before_writes()
+            engine.prepare_writes()
         zero.optimizer_shard.drop_pending_update()
         engine.discard_gradients()
         zero.bucket_reducer.forget_residuals()
         # What broke off in a load of weights alone, another one ends.
         self._weights_alone = not loader.optimizer and (engine.state.broke_off is None or self._weights_alone)
         engine.state.broke_off = f"{loader.reader.path} was loaded in part only"
-        with engine.comm.ledger.aside(), torch.no_grad():
+        with engine.comm.ledger.outside_step(), torch.no_grad():
             loader.read()
             masters_lie_in = engine.config.zero.offload_optimizer.nvme_path or "host memory"
             with together(lambda error: f"masters in {masters_lie_in} cannot be loaded: {own_words(error)}"):

@@ -152,8 +152,8 @@ class Ledger:
             self.observer(what, kind, where)
 
     @contextlib.contextmanager
-    def aside(self, next_step: bool = False) -> Iterator[None]:
-        """What is sent meanwhile is no part of a step, whatever its kind (a checkpoint is loaded), or of the next."""
+    def outside_step(self, next_step: bool = False) -> Iterator[None]:
+        """What is sent inside is counted in no step, whatever its kind is, or with ``next_step`` in the next one."""
         around = self._aside, self._ahead
         self._aside, self._ahead = not next_step, next_step
         try:

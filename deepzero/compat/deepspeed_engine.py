@@ -88,7 +88,7 @@ class DeepSpeedEngine(EngineGetters):
     def empty_partition_cache(self) -> None:
         """Let go of gathered parameters, and of their free buffers."""
         self.check("empty_partition_cache")
-        self.zero.stage.before_writes()
+        self.zero.stage.prepare_writes()
         if self.zero.stage3 is not None:
             self.zero.stage3.coordinator.clear()
 

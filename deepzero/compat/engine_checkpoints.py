@@ -163,7 +163,7 @@ def load_module_state_dict(self: EngineGetters, state_dict: dict[str, Any], stri
     """
     self.check("load_module_state_dict")
     self.finish_delayed_update()
-    self.before_writes()
+    self.prepare_writes()
     inner = state_dict.get("module")
     self.module.load_state_dict(inner if isinstance(inner, Mapping) else state_dict, strict=strict)
 

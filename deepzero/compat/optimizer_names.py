@@ -169,7 +169,7 @@ READ_1_AND_2 = READ | {
     "bit16_groups": lambda engine: engine.zero.stage.bit16_groups,
     # Aliases, complete: a stage whose all-gathers go on after the step counts who refers to the buffers.
     "bit16_groups_flat": lambda engine: (
-        engine.before_writes() or [flat.detach() for flat in engine.zero.stage.bit16_groups_flat]
+        engine.prepare_writes() or [flat.detach() for flat in engine.zero.stage.bit16_groups_flat]
     ),
     "parallel_partitioned_bit16_groups": lambda engine: [
         bucket for group in engine.zero.stage.parallel_partitioned_bit16_groups for bucket in group

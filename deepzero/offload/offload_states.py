@@ -281,7 +281,7 @@ class StateOffloader:
         engine.zero.optimizer_shard.drain_grads()
         stage3 = engine.zero.stage3
         if parameters and "lp_params" not in self.away:
-            engine.before_writes()
+            engine.prepare_writes()
         if parameters and stage3 is not None and "lp_params" not in self.away:
             for bucket in stage3.coordinator.buckets:
                 if bucket.status is not ZeroParamStatus.NOT_AVAILABLE:

@@ -279,7 +279,7 @@ class Engine(nn.Module):
             micro_batches = self.batch.accumulation
             loss = self.passes.take_loss(micro_batches)
             agreement = agree(self.comm, bins, loss, micro_batches, self.state.asked_to_stop, trouble is not None)
-        # From here on all ranks hold the same agreement, so they take the same branch of everything below.
+        # From here on all ranks have the same agreement, so they take the same branch of everything below.
         self.state.undecided = False
         self.state.stopping = agreement.stop
         # These gradients are divided by the scale that multiplied their loss: it is read before it is updated.
@@ -378,15 +378,15 @@ class Engine(nn.Module):
         if not self.zero.optimizer_shard.update_pending:
             return
         # Stage 3 may hold parameters that were fetched ahead, with values of before the update.
-        self.before_writes()
+        self.prepare_writes()
         self.zero.optimizer_shard.apply_pending_update()
         # Its bytes are beside the step's: the predictions are of a step without it.
-        with self.comm.ledger.aside():
+        with self.comm.ledger.outside_step():
             self.zero.stage.publish()
 
-    def before_writes(self) -> None:
+    def prepare_writes(self) -> None:
         """Parameters and masters are about to be written: nothing old stays gathered, or on its way from the host."""
-        self.zero.stage.before_writes()
+        self.zero.stage.prepare_writes()
         if self.zero.offload is not None:
             self.zero.offload.copier.finish_reads()
 

@@ -438,7 +438,7 @@ def predict_unquantized(built: ZeroComponents, comm: Communicator, micro_batches
     ledger, quantized_grads = comm.ledger, built.bucket_reducer.strategy
     if built.stage3 is not None:
         coordinator = built.stage3.coordinator
-        with ledger.aside():  # secondary partitions that have changed their form are empty
+        with ledger.outside_step():  # secondary partitions that have changed their form are empty
             send_to_replicas(coordinator.buckets)
         ledger.predicted_traffic |= expected(coordinator.buckets, micro_batches)
         coordinator.predict_anew()

@@ -491,7 +491,7 @@ def test_a_load_waits_for_the_last_copies():
         master = engine.zero.groups[0].masters[0]
         with torch.no_grad(), pytest.raises(Race, match="the program writes"):
             master.add_(1)
-        engine.before_writes()
+        engine.prepare_writes()
         with torch.no_grad():
             master.add_(1)
         del engine, master

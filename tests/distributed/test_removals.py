@@ -16,7 +16,7 @@ from tools import waits
 from tools.stream_programs import OFFLOADED, PROGRAMS
 
 VERBS = {
-    "poison", "settle", "_settle", "drain", "wait_all", "wait_event", "finish_reads", "before_write", "before_writes",
+    "poison", "settle", "_settle", "drain", "wait_all", "wait_event", "finish_reads", "before_write", "prepare_writes",
     "_catch_up", "arrive", "_wait_for_update", "wait_shard",
 }  # fmt: skip
 """The waits of an event, a copy or a collective themselves are in ``test_waits.py``."""
@@ -52,7 +52,7 @@ KNOWN = "whoever writes here has stood still for the device; a load has not, see
 UNNOTICED = {
     "offload_states.StateOffloader._come_to_rest: engine.zero.bucket_reducer.drain()": "nothing is left on its way",
     "gradient_reduction.GradientReducer.reduce_now: self.drain() #1": "test_world_size.py does",
-    "offload_states.StateOffloader._come_to_rest: engine.before_writes()":
+    "offload_states.StateOffloader._come_to_rest: engine.prepare_writes()":
         "no program here publishes under the forward pass: test_overlap_param_gather.py does",
     "stage3.PartitionedParamGroup.writing: self.before_write()": KNOWN,
     "stage_1_and_2.ParamGroup._write_param: self.before_write()": KNOWN,

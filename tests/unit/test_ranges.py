@@ -106,8 +106,8 @@ def test_a_launch_that_fails_is_not_under_way(clock, monkeypatch):
 
 def test_what_is_inside_ends_before_what_is_around():
     ledger, recorder = Ledger(), Recorder()
-    with ledger.aside(), recorder.waiting_for_module("a"):
-        with ledger.aside(next_step=True), recorder.waiting_for_module("b"):
+    with ledger.outside_step(), recorder.waiting_for_module("a"):
+        with ledger.outside_step(next_step=True), recorder.waiting_for_module("b"):
             assert ledger.in_step("x") and recorder.waiting_place() == "b"
         assert not ledger.in_step("x") and recorder.waiting_place() == "a"
     assert ledger.in_step("x") and recorder.waiting_place() == ""

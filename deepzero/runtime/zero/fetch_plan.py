@@ -31,15 +31,15 @@ class ModuleUse:
     where: str
     """The module, or in a backward pass the first parameter of the bucket, for error texts and the profiler."""
     on_demand: bool = False
-    """Noticed only because the bucket was not there: in the next pass this use may go unnoticed."""
+    """It was noticed only because the bucket was not gathered: in the next step it may go unnoticed."""
     recompute: int = 0
     """Which checkpointed block is recomputed here (autograd keeps views of its weights); 0: none."""
     completes: set[int] = field(default_factory=set)
     """Buckets whose gradients became complete between this use and the next."""
     release: tuple[int, ...] = ()
     fetch: tuple[int, ...] = ()
-    """In a plan only predictions read it: the coordinator fetches those of ``keys`` that are not there, which are the
-    same. The record of a pass has prefetches here, too."""
+    """In a plan only predictions read it: the coordinator fetches those of ``keys`` that are not gathered, which are
+    the same. The record of a pass has prefetches here, too."""
     prefetch: tuple[tuple[int, bool], ...] = ()
     """With each bucket, whether it is for a backward pass."""
 

@@ -76,7 +76,7 @@ class UnreducedGradients:
         # pass waits apart, even while the first is here: so a sum's bits do not depend on when its bucket is sent.
         self._waiting: dict[int, torch.Tensor] = {}
         self._second: dict[int, torch.Tensor] = {}
-        # How many references torch counts for a tensor that one variable holds: such a gradient is added to in place.
+        # How many references a storage has that nothing but one tensor holds: such a gradient is added to in place.
         self._sole_references = references(torch.empty(0))
         # By bucket and send buffer: the views into which gradients are copied, each with its parameter's id, and the
         # padding between them. Cut once, as buffers are kept. The views keep the storage, so its handle stays its own.

@@ -142,7 +142,7 @@ class ModuleHooks:
             self._stack.append((module, self.push_saved_tensor_hooks()))
             external = external_parameters(module)  # they may change
             keys = self._keys_with(params, external) if external else own
-            for key in keys:  # is one not there, or not shown?
+            for key in keys:  # is one not gathered, or not shown?
                 if key not in coordinator.current or not coordinator.buckets[key].shown:
                     # Selective checkpointing numbers a block's operations, and ours differ when it runs again.
                     with hide_from_checkpointing():
@@ -191,7 +191,7 @@ class ModuleHooks:
         # Non-reentrant checkpointing runs it again: the first run has been counted.
         if in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True)[0] is not self._pack_hook:
             return
-        # One input is enough: autograd gives an input its gradient after everything between it and the output.
+        # One input is enough: autograd computes its gradient after those of everything between it and the output.
         for tensor in output_tensors((args, kwargs)):
             if tensor.requires_grad:
                 self._leaf_calls[module] = self._leaf_calls.get(module, 0) + 1
@@ -212,7 +212,7 @@ class ModuleHooks:
         """A leaf module is fetched as one for its backward pass too: when its output gets its gradient."""
         for tensor in output_tensors(output):
             if tensor.requires_grad and not tensor.is_leaf:
-                # Not shown: no module is under way, and what the backward pass reads are views that we hand out.
+                # Not shown: no module is under way, and the backward pass reads views, which ``unpack`` makes.
                 tensor.register_hook(lambda _: self.coordinator.fetch_sub_module(keys, where, show_params=False))
 
     def reset(self) -> None:

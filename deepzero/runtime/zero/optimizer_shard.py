@@ -231,7 +231,7 @@ class OptimizerShard:
                 self.optimizer.found_inf = None  # type: ignore[attr-defined]
             self.optimizer.step()
         finally:
-            # A later step must find neither this scale nor, when it steps on other masters, these gradients.
+            # The next call, on other masters, must find neither this scale nor these gradients.
             if fused_division:
                 del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
             for master in masters:

@@ -295,7 +295,7 @@ class OverlappedZeroStage1And2(ZeroStage1And2):
         self.wait_all_gathers()
         before_write()
 
-    def before_writes(self) -> None:
+    def prepare_writes(self) -> None:
         """Wait: nothing may be on its way to what is about to be written."""
         self.wait_all_gathers()
 
@@ -375,7 +375,7 @@ class OverlappedZeroStage3(ZeroStage3):
         while self._to_fetch and self._to_fetch[0] in self._updated:
             bucket = self._to_fetch.pop(0)
             ledger.note("fetch", "ahead of the next step", f"bucket {bucket.key}")
-            with ranges.span("fetch", bucket.key, "the step", "ahead"), ledger.aside(next_step=True):
+            with ranges.span("fetch", bucket.key, "the step", "ahead"), ledger.outside_step(next_step=True):
                 bucket.launch(FORWARD, may_quantize=True)
             self.coordinator.count_live(bucket.key, "the step")
             self._ahead.append(bucket)

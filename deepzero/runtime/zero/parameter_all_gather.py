@@ -78,7 +78,7 @@ class PlainAllGather:
 
     @property
     def unquantized(self) -> PlainAllGather:
-        """The strategy that brings the very values of the ranks' shards, for gathers beside this one."""
+        """The strategy that gathers the very values of the ranks' shards; this one, unless it quantises."""
         return self
 
     def launch(self, kind: str, into: PartitionedBucket) -> None:
@@ -89,7 +89,7 @@ class PlainAllGather:
         # In place: this rank's message lies where the all-gather expects it, and the others' arrive beside it.
         gathered, rank, world = into.gathered, self.comm.rank, self.comm.world_size
         messages, place = self.receive_into(gathered), shard_of(gathered, rank, world)
-        # A shard in host memory is copied to where its values will be read.
+        # A shard in host memory is copied to ``place``, on the device, first.
         with self.source.fetch_shard(kind, into.shard, place) as values:
             self.make_message(values, place if messages is gathered else shard_of(messages, rank, world))
             # Inside the context: on a GPU it is ordered behind the source's copy, on the copy's stream.
@@ -104,7 +104,7 @@ class PlainAllGather:
             message.copy_(values)
 
     def receive_into(self, gathered: torch.Tensor) -> torch.Tensor:
-        """Where the W messages of a gather that begins now lie side by side, until :meth:`finish`."""
+        """Memory for the W messages of a gather that begins now, side by side; it is used until :meth:`finish`."""
         self._messages = gathered
         return gathered
 

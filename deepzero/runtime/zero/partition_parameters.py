@@ -754,7 +754,7 @@ class GatheredParameters:
             guards.accept_write(param)
         # Secondary shards that are never stale (MiCS, frozen parameters) get the new values.
         if self.buckets:
-            with self.buckets[0].strategy.comm.ledger.aside():
+            with self.buckets[0].strategy.comm.ledger.outside_step():
                 send_to_replicas(self.buckets)
         if wrong:
             raise ValueError(wrong)

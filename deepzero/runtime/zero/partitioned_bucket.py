@@ -75,7 +75,7 @@ class PartitionedBucket:
         on_device = not strategy.source.on_host and shard.device.type == pool.device.type
         self.shard_is_buffer = strategy.comm.world_size == 1 and on_device
         self.status = ZeroParamStatus.NOT_AVAILABLE
-        # Counts changes of the values: a backward pass through older ones is refused.
+        # Counts changes of the values: a backward pass that saved older ones is refused.
         self.generation = 0
         self._gathered: torch.Tensor | None = None
         # The strategy by which the values here came, or are coming: ``strategy``, or its unquantised one.
@@ -142,7 +142,7 @@ class PartitionedBucket:
         self._gathered = buffer
         if buffer.numel() > self.in_layout.numel:  # the pool gives what it has
             self._gathered = buffer[: self.in_layout.numel]
-        # From here on a view of this memory is a view of these values, whoever holds one.
+        # From here on a view of this memory counts as a view of this bucket's values: ``module_hooks.py:pack``.
         address = storage_ptr_of(buffer)
         self.pool.contents[address] = (self, self.generation)
         self.gathered_by = self.strategy if may_quantize else self.strategy.unquantized

@@ -59,9 +59,9 @@ class ModuleTrace:
         self._recorded: list[ModuleUse] = []
         # None while the order is recorded.
         self.plan: FetchPlan | None = None
-        # Of the use under way; -1 before the first.
+        # Index, in the step, of the use under way; -1 before the first.
         self.position = -1
-        # Training's keys that an evaluation has released, until the plan does: their second gather is counted apart.
+        # Keys that an evaluation has released though training's plan had not: gathering them again is counted apart.
         self.evicted: set[int] = set()
         self.interrupted: frozenset[int] = frozenset()  # keys of the use that an evaluation has interrupted
         self.dropped = 0
@@ -72,14 +72,14 @@ class ModuleTrace:
             return NOTHING_PLANNED  # the interrupted use goes on; it was counted when it began
         following = self.position + 1
         if self.plan is not None:
-            # A use on demand is noticed only where the bucket is not there: this time it may be missing.
+            # A use on demand goes unnoticed where the bucket is gathered anyway: such uses of the plan are passed over.
             uses, position = self.plan, following
             while position < len(uses) and uses[position].keys != use.keys and uses[position].on_demand:
                 position += 1
             if position < len(uses) and uses[position].keys == use.keys:
                 self.position = position
                 return uses[position]
-            if use.on_demand:  # not in the plan: it is fetched, and the plan goes on behind it
+            if use.on_demand:  # a new one: it is fetched, and the plan's next use is still to come
                 return NOTHING_PLANNED
             self._drop(self.plan, following, use.where)
         self._recorded.append(use)
@@ -145,7 +145,7 @@ class PartitionedParameterCoordinator:
     ) -> None:
         self.buckets, self.limits, self.comm = list(buckets), limits, comm
         comm.ledger.untracked_kinds |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST}
-        # Called when plans, or the ways in which buckets travel, are new; the memory model predicts from them.
+        # Called when plans, or the buckets' all-gather strategies, have changed; the memory model predicts from them.
         self.on_plan: Callable[[], None] = lambda: None
         self._recording_numel = min(recording_numel, limits.stage3_max_live_parameters)
         # Elements that a gathered bucket takes, padding included. With one rank none, so no limit releases it early.
@@ -214,7 +214,7 @@ class PartitionedParameterCoordinator:
     def fetch_sub_module(
         self, keys: tuple[int, ...], where: str, on_demand: bool = False, show_params: bool = True
     ) -> None:
-        """1 fetch, before a module's forward pass and in its backward pass.
+        """1 fetch: gather buckets, and prefetch, before a module's forward pass and in its backward pass.
 
         Args:
             keys: bucket numbers, sorted: of a module's parameters and those registered for it, or of a saved weight.
@@ -248,7 +248,8 @@ class PartitionedParameterCoordinator:
             self.comm.ledger.note("fetch", f"{note} at {where}" if note else where, bucket.strategy.where)
             if bucket.status is ZeroParamStatus.NOT_AVAILABLE:  # else GatheredParameters has it
                 # What was launched ahead, or before an evaluation, and released since, is counted already.
-                counted = self.comm.ledger.aside() if key in ahead or key in self._trace.evicted else nullcontext()
+                counted_before = key in ahead or key in self._trace.evicted
+                counted = self.comm.ledger.outside_step() if counted_before else nullcontext()
                 with self.comm.ranges.span("fetch", key, where, note), counted:
                     bucket.launch(kind, may_quantize=True)
                 use.fetch += (key,)
@@ -354,7 +355,7 @@ class PartitionedParameterCoordinator:
 
     @outliving_pass()
     def hide_all(self) -> None:
-        """No module is under way any more: what is gathered stays, but parameters do not show it."""
+        """The outermost module is left: buckets stay gathered, but their parameters become placeholders."""
         for key in self.live:
             if self.buckets[key].shown:
                 self.buckets[key].hide_unused()
@@ -388,7 +389,7 @@ class PartitionedParameterCoordinator:
     # ---- one bucket more, one less ---------------------------------------------------------------------------------
 
     def count_live(self, key: int, where: str) -> None:
-        """A bucket is on its way, or here: it counts until it is released."""
+        """Count a bucket that was launched among those that are gathered, until it is released."""
         self.live_numel += self.bucket_numels[key]
         # Over the limit for the first time.
         if self.live_numel > self.limits.stage3_max_live_parameters >= self.max_live_numel and self.comm.rank == 0:

@@ -327,7 +327,7 @@ class ZeroStage3(ZeroStage1And2):
         return found.buckets[bucket.index] if isinstance(found, PartitionedParamGroup) else None
 
     def _launched(self, group: int, bucket: Bucket) -> None:
-        # This bucket's gradients are complete: a plan that is recorded now may release it from here on.
+        # While the order is recorded, note that this bucket's gradients are complete: the plan may release it then.
         if (found := self._bucket_of(group, bucket)) is not None:
             self.coordinator.training.completed(found.key)
 
@@ -383,7 +383,7 @@ class ZeroStage3(ZeroStage1And2):
         self.coordinator.reset()
         super().discard_gradients()
 
-    def before_writes(self) -> None:
+    def prepare_writes(self) -> None:
         """Release everything: a write to a partitioned parameter goes into every rank's shard."""
         self.coordinator.release_all()
 

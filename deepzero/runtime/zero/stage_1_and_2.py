@@ -116,9 +116,6 @@ class ParamGroup:
     the flat buffer, and nothing is held twice. Building a group is a collective. See [Note: the tensors of ZeRO] in
     ``layout.py``.
 
-    Stage 3's ``PartitionedParamGroup`` has the same layout, fragments and masters, and no flat buffer: this rank's
-    shard, from which buckets are put together when they are needed.
-
     Args:
         names: the parameters' names, in the order of the layout.
         planned: the parameters, on any device, and where each will lie, with or without a master beside it; they take
@@ -490,7 +487,7 @@ class ZeroStage1And2:
         """Forget this step's gradients, also those under way."""
         self.gradients.discard_gradients()
 
-    def before_writes(self) -> None:
+    def prepare_writes(self) -> None:
         """Do nothing: whole parameters may be written at any time between passes."""
 
     def unwinding(self) -> AbstractContextManager[None]:
