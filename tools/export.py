@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         done = export(**vars(options))
     except (CheckpointError, OSError) as error:
-        print(f"export: {error}", file=sys.stderr)
+        print("export:", str(error).replace("with tag=", "with --tag"), file=sys.stderr)
         return 1
     print(f"{done.folder}: {done.tensors} tensors, {done.bytes} bytes in {', '.join(done.files)}")
     for name in done.left_out:

@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         report = verify(options.checkpoint, options.tag)
     except (CheckpointError, OSError) as error:
-        print(f"verify: {error}", file=sys.stderr)
+        print("verify:", str(error).replace("with tag=", "with --tag"), file=sys.stderr)
         return 1
     for problem in report.problems:
         print(problem)

@@ -76,6 +76,8 @@ def test_nothing_there(tmp_path, original, capsys):
     for arguments in (["nowhere"], [str(tmp_path)], [str(original), "--tag", "other"], [str(original), "--tag", "a/b"]):
         assert main(arguments) == 1
     assert capsys.readouterr().err.count("verify: ") == 4
+    (tmp_path / "notes").mkdir()
+    assert main([str(tmp_path)]) == 1 and "and with --tag the one that is meant" in capsys.readouterr().err
 
 
 def test_flipped_bits_are_named_by_tensor_and_elements(path, capsys):

@@ -72,6 +72,9 @@ def test_above_a_budget_the_status_is_1(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(measure_house.FOLDERS, "deepzero", (10, 5))
     assert measure_house.main([str(tmp_path)]) == 1
     assert capsys.readouterr().out.endswith("house: budget exceeded: lines of deepzero/\n")
+    with pytest.raises(SystemExit, match="2"):
+        measure_house.main([str(tmp_path / "nowhere")])
+    assert "nowhere is not the repository: there is no train.py" in capsys.readouterr().err
 
 
 def test_the_reading_path_is_named_in_the_readme() -> None:
