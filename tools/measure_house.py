@@ -31,7 +31,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/runtime/zero": (5_864, 4550),
     "deepzero/offload": (3_540, 2500),
     "deepzero/checkpoint": (3_684, 2610),
-    "deepzero/launch": (722, 650),
+    "deepzero/launch": (723, 650),
     "deepzero/health": (651, 560),
     "deepzero/monitor": (2_495, 1600),
     "deepzero/planning": (2_236, 1650),
@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (515, 400),
     "deepzero/training": (999, 380),
     "deepzero/compat": (3_338, 1200),
-    "deepzero": (38_611, 23_500),
+    "deepzero": (38_612, 23_500),
     "tools": (5_869, 2700),
     "tools/book": (1084, 1000),
     "examples": (764, 700),
-    "tests": (32_586, 17_000),
+    "tests": (32_588, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -330,13 +330,14 @@ def _failure(reports: list[RankReport], exit_codes: Mapping[int, int]) -> Except
     killed = {r: -exit_codes[r] for r in sorted(silent) if exit_codes[r] < 0 and -exit_codes[r] != signal.SIGTERM}
     if killed:
         names = {member.value: member.name for member in signal.Signals}
-        memory = (
-            "; when nobody did this by hand, the machine ran out of memory (`dmesg` tells): try a smaller "
-            "train_micro_batch_size_per_gpu, model.activation_checkpointing=true or a higher zero.stage"
-        )
+        why: dict[int, str] = {
+            signal.SIGKILL: "; when nobody did this by hand, the machine ran out of memory (`dmesg` tells): try a "
+            "smaller train_micro_batch_size_per_gpu, model.activation_checkpointing=true or a higher zero.stage",
+            signal.SIGBUS: "; a file that it has mapped was cut short, or its disk has failed (data=tokens, nvme_path)",
+        }
         return RankFailed("\n".join(
             f"rank {rank} was killed by signal {number} ({names.get(number, 'real-time')})"
-            + (memory if number == signal.SIGKILL else "")
+            + why.get(number, "")
             for rank, number in killed.items()
         ))  # fmt: skip
     # Somebody else than this launcher has asked a rank to end, and it did, perhaps together with the others, in order.

@@ -91,6 +91,8 @@ def test_what_the_launcher_makes_of_ends():
     echo = caught(RuntimeError(ECHOES[0]), 0)
     error = launcher._failure([echo], {0: 1, 1: -signal.SIGKILL})
     assert str(error).startswith("rank 1 was killed by signal 9 (SIGKILL); when nobody")
+    error = launcher._failure([echo], {0: 1, 1: -signal.SIGBUS})
+    assert str(error).startswith("rank 1 was killed by signal 7 (SIGBUS); a file that it has mapped was cut short")
     error = launcher._failure([echo], {0: 1, 1: -signal.SIGSEGV})
     assert str(error) == "rank 1 was killed by signal 11 (SIGSEGV)"
     error = launcher._failure([caught(ValueError("x"), 1)], {0: -signal.SIGTERM, 1: 1})
