@@ -126,6 +126,8 @@ class EngineGetters(Engine):
     world_size = dp_world_size = property(attrgetter("comm.world_size"))
     data_parallel_group = seq_data_parallel_group = property(lambda self: world_group())
     client_optimizer = basic_optimizer = property(attrgetter("optimizer"))
+    # With these Lightning's Fabric takes an engine for the optimizer, and its ``optimizer.step()`` is the engine's.
+    param_groups, defaults = property(attrgetter("optimizer.param_groups")), property(attrgetter("optimizer.defaults"))
     inside_no_sync_ctxt = property(attrgetter("state.inside_no_sync"))
     is_compiled = property(lambda self: self.module._compiled_call_impl is not None)
     # The name of what no block names; without any the engine has no parameter groups.

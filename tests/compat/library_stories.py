@@ -325,6 +325,47 @@ class Story:
         trainer.fit(second, batches, ckpt_path=keep.best_model_path)
         return {"first": first.seen, "second": second.seen, "whole": whole.seen, "validated": validated}
 
+    def fabric(self):
+        """Lightning's Fabric: a loop of one's own; a save in the middle, a load behind it, and the rest again."""
+        import lightning.fabric
+        from lightning.fabric.strategies import DeepSpeedStrategy
+
+        class OnAnyDevice(DeepSpeedStrategy):
+            """The strategy without its two checks that there is a GPU."""
+
+            def setup_environment(self):
+                super(DeepSpeedStrategy, self).setup_environment()
+
+            def _setup_distributed(self):
+                self._set_world_ranks()
+                self._init_deepspeed_distributed()
+                self._format_config()
+
+        strategy = OnAnyDevice(stage=self.stage, process_group_backend="gloo")
+        precision = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[self.precision]
+        fabric = lightning.fabric.Fabric(strategy=strategy, accelerator="cpu", devices=2, precision=precision)
+        fabric.launch()
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        net, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+        points = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1 + fabric.global_rank))
+
+        def go(batches):
+            for batch in batches:
+                loss = (net(batch).float() - batch.sum(1, keepdim=True)).pow(2).mean()
+                fabric.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                yield loss.item()
+
+        losses = list(go(points[:2]))
+        state = {"net": net, "optimizer": optimizer, "step": 2}
+        fabric.save(f"{self.folder}/fabric", state)
+        losses += go(points[2:])
+        state["step"] = 0
+        fabric.load(f"{self.folder}/fabric", state)
+        return {"losses": losses, "again": list(go(points[2:])), "step": state["step"]}
+
 
 def told(trainer):
     """What the trainer's own log says of each step."""

@@ -1,4 +1,4 @@
-"""Lightning's DeepSpeedStrategy and a loop under Ray Train, on two ranks."""
+"""Lightning's DeepSpeedStrategy, also under Fabric, and a loop under Ray Train, on two ranks."""
 
 import json
 import os
@@ -24,6 +24,14 @@ def test_lightning(tmp_path, stage, precision):
     told = libraries.tell(("lightning",), stage, precision, tmp_path)["lightning"]
     assert len(told["first"]) == 8 and told["first"] + told["second"] == told["whole"]
     assert 0 < told["validated"] < max(told["first"])
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(2, "bf16"), (3, "fp32")])
+def test_fabric(tmp_path, stage, precision):
+    """Fabric's ``optimizer.step()`` is the engine's; what a load brings back goes on to the same bits."""
+    pytest.importorskip("lightning", reason="needs the extra libraries")
+    told = libraries.tell(("fabric",), stage, precision, tmp_path)["fabric"]
+    assert len(told["losses"]) == 6 and told["losses"][2:] == told["again"] and told["step"] == 2
 
 
 def test_ray(tmp_path):

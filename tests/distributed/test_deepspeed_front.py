@@ -162,6 +162,7 @@ def test_names_on_the_engine(rank, world):
     engine = start(make_model(), stage=2, precision="bf16", bucket=800)
     model, optimizer = engine.module, engine.optimizer
     assert engine.blocks is model.blocks and engine.client_optimizer is engine.basic_optimizer is optimizer
+    assert engine.param_groups is optimizer.param_groups and engine.defaults is optimizer.defaults  # for Fabric
     assert (engine.zero_reduce_bucket_size(), engine.optimizer_name()) == (800, "adamw")
     assert engine.dynamic_loss_scale() is False
     assert engine.zero_optimization_partition_gradients() and not engine.zero_optimization_partition_weights()
