@@ -100,7 +100,18 @@ class Directional(Base):
             return loss.primal + loss.tangent.square()
 
 
-MODELS = {"direction": Directional, "base": Base, "outside": OutsideItsModule, "unused": Unused, "nested": Nested}
+class Parametrized(Base):
+    """A weight is parametrized for the time of a forward pass, as PEFT's ``target_parameters`` are."""
+
+    def forward(self, x):
+        nn.utils.parametrize.register_parametrization(self.second, "weight", nn.Tanh())
+        loss = super().forward(x)
+        nn.utils.parametrize.remove_parametrizations(self.second, "weight", leave_parametrized=False)
+        return loss
+
+
+MODELS = {"direction": Directional, "base": Base, "outside": OutsideItsModule, "unused": Unused, "nested": Nested,
+          "parametrized": Parametrized}  # fmt: skip
 
 
 def batch(step, rank):

@@ -224,8 +224,8 @@ class PartitionedParameter(ZeroParameter):
         )
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """A write like others, though torch tells no subclass of this one."""
-        return self.__torch_function__(Tensor.set_, (), (self, *args), kwargs)
+        """A write like others, though torch tells no subclass of this one; parametrize sets a parameter to itself."""
+        return self if args and args[0] is self else self.__torch_function__(Tensor.set_, (), (self, *args), kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise guards.use_error(self._record, "pickled or saved")
