@@ -26,7 +26,7 @@ from deepzero.checkpoint.json_codec import decode
 from deepzero.checkpoint.load import Format, Loader, naming_another, open_checkpoint
 from deepzero.checkpoint.manifest import BATCH, COUNTERS
 from deepzero.comm.ledger import SNAPSHOT
-from deepzero.runtime.engine import Engine
+from deepzero.runtime.engine import Engine, StepRecord
 from deepzero.runtime.zero.partitioned_bucket import renew_copies
 from deepzero.utils.exit_hooks import before_the_end
 
@@ -49,8 +49,9 @@ class Checkpointer:
         self.engine, self.formats = engine, (read_foreign, *formats)
         self.saver = Saver(engine.comm.device, engine.config.comm.save_timeout_seconds)
         self._weights_alone = False  # what broke off is a load without optimizer states
-        self._given: set[str] | None = None  # keys of the optimizer's groups before this engine's first step
-        self._from_steps: set[str] = set()
+        # Keys of the optimizer's groups: as the last step began, and those that steps have put there.
+        self._before_step, self._from_steps = self._group_keys(), set[str]()
+        engine.callbacks.after_step.append(self._note_keys)
         engine.callbacks.preconditions.append(self.check_loaded)
         # A program that ends just after an asynchronous save has its checkpoint. Weakly: what is left to be done at
         # the program's end must not keep an engine in memory until then.
@@ -61,8 +62,8 @@ class Checkpointer:
         """Raise when a step or a load broke off half-way, unless ``call`` loads another state."""
         if (why := self.engine.state.broke_off) is not None and not call.startswith("load_"):
             raise CheckpointError(f"{why}: the engine holds a mixture of two states. Load another one, or start again")
-        if call == "engine.step()" and self._given is None:
-            self._given = self._group_keys() - self._from_steps
+        if call == "engine.step()":
+            self._before_step = self._group_keys()
         # Of what a step meets all ranks learn at its boundary; one that raised before it would let the others wait.
         step = call in ("backward", "engine.step()") or (call == "forward" and torch.is_grad_enabled())
         problem = self.engine.zero.offload.problem() if self.engine.zero.offload is not None else None
@@ -72,14 +73,17 @@ class Checkpointer:
     def _group_keys(self) -> set[str]:
         return {key for group in self.engine.optimizer.param_groups for key in group}
 
+    def _note_keys(self, *_: StepRecord) -> None:
+        self._from_steps |= self._group_keys() - self._before_step
+
     def holdings(self) -> EngineState:
         """The engine's model state, as a checkpoint stores it."""
         engine, zero = self.engine, self.engine.zero
         if engine.state.destroyed:
             raise CheckpointError("the engine was destroyed; give the model to deepzero.initialize again")
+        if engine.state.broke_off is not None:  # a step, perhaps, of which no callback was told
+            self._note_keys()
         frozen = zero.stage3.frozen_groups if zero.stage3 is not None else []
-        if self._given is not None:
-            self._from_steps |= self._group_keys() - self._given - {"initial_lr"}  # which a schedule puts there
         compute = zero.dtypes.compute
         return EngineState(engine.module, engine.optimizer, zero.groups, frozen, engine.comm, compute, self._from_steps)
 

@@ -337,12 +337,13 @@ def _plain(value: Any, where: str) -> Any:
     tensors: dict[str, torch.Tensor] = {}
     encoded = encode(value, where, tensors)
     if tensors:
-        raise CheckpointError(f"{next(iter(tensors))} is a tensor inside of a list; such a setting cannot be saved")
+        what = f"{next(iter(tensors))} is a tensor"
+        raise CheckpointError(f"{what}, which cannot be saved in a list or dictionary, nor as a setting of a group")
     return encoded
 
 
 def _setting(holdings: EngineState, key: str, value: Any, where: str) -> Any:
-    """A group's. A number that is a tensor (a capturable rate) goes as a number; one of the steps' has its dtype."""
+    """A group's setting. A tensor of one element goes as a number; one that steps have put there has its dtype, too."""
     if torch.is_tensor(value) and value.numel() == 1:
         if key in holdings.from_steps and value.dtype in DTYPES:
             return {**_scalar(value, where, {}), "device": value.device.type}

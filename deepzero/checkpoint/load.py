@@ -278,17 +278,15 @@ class Loader:
                             state[key] = self.reader.value(encoded).to(master.device)
                         else:
                             _set_scalar(state, key, encoded)
-        changed, kept, counters = [], self.manifest.optimizer, self.manifest.counters
-        alike, here = kept["class"] == class_name(optimizer), self.holdings.from_steps
-        from_steps = set(kept.get("from_steps", ())) - _IMPLEMENTATION if alike else set()
+        changed, kept, here = [], self.manifest.optimizer, self.holdings.from_steps
+        from_steps = set(kept.get("from_steps", ())) - _IMPLEMENTATION
         for live, saved in zip(optimizer.param_groups, kept["groups"], strict=True):
             # What steps put into a group, as some classes count them, is state: it comes back, or goes.
             for key in from_steps & saved.keys():
                 device = saved[key].get("device", "cpu") if isinstance(saved[key], dict) else "cpu"
                 _set_scalar(live, key, saved[key], device if device == "cpu" else self.holdings.comm.device)
-            if alike and counters["global_steps"] == counters["skipped_steps"]:
-                for key in here - saved.keys():
-                    live.pop(key, None)
+            for key in here - saved.keys():
+                live.pop(key, None)
             for key in [key for key in saved if key in live and key not in _IMPLEMENTATION | from_steps]:
                 value = decode(saved[key], {})
                 if torch.is_tensor(live[key]):
@@ -300,7 +298,7 @@ class Loader:
         here |= from_steps
         if changed and self._rank == 0:
             log.warning("the optimizer goes on with the checkpoint's %s", ", ".join(changed))
-        if alike and (own := decode(kept.get("own"), {})):
+        if kept["class"] == class_name(optimizer) and (own := decode(kept.get("own"), {})):
             # By the class's own method, which gets back what was filled in place where torch would set copies.
             filled = {key: getattr(optimizer, key) for key in ("state", "param_groups")}
             for master in [master for master, state in optimizer.state.items() if not state]:

@@ -67,7 +67,7 @@ class DeepSpeedEngine(EngineGetters):
                 if config.activation_checkpointing.cpu_checkpointing:
                     build_host_activations(self)
                 if config.steps_per_print is not None and self.global_rank == 0:
-                    self.callbacks.on_step.append(partial(print_progress, self))
+                    self.callbacks.after_step.append(partial(print_progress, self))
                 self.made.add(self)
         except BaseException:
             self.frozen_parameters.thaw()

@@ -98,7 +98,8 @@ class Callbacks:
     preconditions: list[Callable[[str], None]] = field(default_factory=list)
     # Contexts that every forward pass runs in.
     around_forward: list[Callable[[], contextlib.AbstractContextManager[None]]] = field(default_factory=list)
-    # Called after each optimizer step, applied or skipped.
+    # Called after each optimizer step, applied or skipped: features, then the program (it may set ``on_step``).
+    after_step: list[Callable[[StepRecord], None]] = field(default_factory=list)
     on_step: list[Callable[[StepRecord], None]] = field(default_factory=list)
 
 
@@ -317,7 +318,7 @@ class Engine(nn.Module):
         if self.lr_scheduler is not None and agreement.finite:
             self.lr_scheduler.step(**lr_kwargs)
         # Last: an observer that raises leaves an engine whose step is complete.
-        for observe in self.callbacks.on_step:
+        for observe in (*self.callbacks.after_step, *self.callbacks.on_step):
             observe(record)
 
     def _mean_divisor(self) -> float:

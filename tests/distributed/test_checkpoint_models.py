@@ -183,9 +183,9 @@ KEEPING = {
     "keeps master": (lambda p: Keeps(p, "master"), "'master', a name that a checkpoint uses itself"),
     "keeps buffer": (lambda p: Keeps(p, "buffer"), "'buffer', a name that a checkpoint uses itself"),
     "keeps a buffer of its own": (lambda p: Keeps(p, "buffer_1"), None),
-    "keeps a list": (lambda p: Keeps(p, "old", lambda _: [torch.zeros(())]), "is a tensor inside of a list"),
+    "keeps a list": (lambda p: Keeps(p, "old", lambda _: [torch.zeros(())]), "is a tensor, which cannot be saved"),
     "keeps a dtype": (lambda p: Keeps(p, "old", lambda _: {"dtype": "F32", "shape": [1]}), None),
-    "tensors": (lambda p: torch.optim.AdamW(p, betas=TENSORS, foreach=False), "is a tensor inside of a list"),
+    "tensors": (lambda p: torch.optim.AdamW(p, betas=TENSORS, foreach=False), "is a tensor, which cannot be saved"),
 }
 """What is said when it is saved."""
 SCHEDULES = {
@@ -310,11 +310,26 @@ def test_what_an_optimizer_has_besides_torch(rank, world, tmp_path):
         assert other.optimizer.param_groups[0]["name"] == "all"
     counting = build_with(Counts)
     go(counting, rank, world, 2)
-    counting.save_checkpoint(tmp_path)
+    counting.save_checkpoint(tmp_path, tag="second")
     other = build_with(Counts)
-    other.load_checkpoint(tmp_path)
-    assert other.optimizer.first is other.optimizer.param_groups[0]
-    assert (other.optimizer.first["step"], other.optimizer.first["count"].dtype) == (2, torch.int32)
+    other.load_checkpoint(tmp_path, "second")
+    first = other.optimizer.param_groups[0]
+    assert other.optimizer.first is first
+    assert (first["step"], first["count"].dtype) == (2, torch.int32)
+    # What began after the checkpoint, in a step, ends with its load; what the program put there stays.
+    first["lr_mult"] = 0.1
+    other.optimizer.register_step_pre_hook(lambda *_: first.update(late=torch.ones(1)))
+    other.on_step = [lambda _: None]
+    go(other, rank, world, 3)
+    other.load_checkpoint(tmp_path, "second")
+    assert first["step"] == 2 and "late" not in first and first["lr_mult"] == 0.1
+    go(other, rank, world, 3)
+    other.save_checkpoint(tmp_path, tag="third")
+    # A class that keeps the same state by parameter takes another's, with what steps put into the groups.
+    other = build_with(type("Renamed", (Counts,), {}))
+    go(other, rank, world, 1)
+    other.load_checkpoint(tmp_path, "third")
+    assert (other.optimizer.param_groups[0]["step"], other.optimizer.param_groups[0]["late"].item()) == (3, 1.0)
 
 
 @pytest.mark.parametrize(("stage",), sampled([(0,), (3,)], (0, 1, 2, 3)))
