@@ -82,15 +82,15 @@ def behind_closed_doors() -> Iterator[None]:
 def discover_mpi(port: int | None = None, verbose: bool = True) -> None:
     """Set a launcher's variables from those of an MPI, where this process is one of its ranks and has no others.
 
-    A ``port`` wins over ``MASTER_PORT``. One rank alone meets nobody: its variables, and with them a port, stay unset.
-    Ranks that may be on several machines need ``MASTER_ADDR``, or there is a ConfigError.
+    A ``port`` wins over ``MASTER_PORT``. There is a ConfigError where ranks may be on several machines and
+    ``MASTER_ADDR`` is not set, and where one rank is alone though another launcher has started several.
     """
     for names in _MPI if "RANK" not in os.environ else ():
         found = {ours: os.environ[name] for ours, name in zip(_RANKS, names, strict=True) if name in os.environ}
         if not {"RANK", "WORLD_SIZE"} <= found.keys():
             continue
-        if found["WORLD_SIZE"] == "1" and os.environ.keys().isdisjoint(_VARIABLES):
-            return
+        if found["WORLD_SIZE"] == "1":
+            _refuse_several()
         if found["WORLD_SIZE"] in ("1", found.get("LOCAL_WORLD_SIZE")):
             found["MASTER_ADDR"] = LOOPBACK
         elif "MASTER_ADDR" not in os.environ:
@@ -128,7 +128,9 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int] | None:
         file = dist.FileStore(os.readlink(path) if os.path.islink(path) else path)
         file.set_timeout(timeout)
         return fresh(file, rank, world_size, timeout), rank, world_size  # a group was perhaps joined, and left, before
-    port = _number("MASTER_PORT", 1 if world_size > 1 else 0, 1 << 16)  # 0 is any port: nobody else looks for one rank
+    if world_size == 1:  # alone it meets nobody, and needs no port
+        return dist.HashStore(), 0, 1
+    port = _number("MASTER_PORT", 1, 1 << 16)
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared_by_attempts():
         store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world_size, is_master=False, timeout=timeout)

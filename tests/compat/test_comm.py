@@ -91,7 +91,8 @@ def test_ways_to_join(ranks, tmp_path, way):
 
 
 @pytest.mark.parametrize(("variables", "port", "told"), [
-    ("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1", None, ""),
+    ("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0", None,
+     "LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 RANK=0 WORLD_SIZE=1"),
     ("PMI_RANK=0", None, ""),
     ("PMI_RANK=1 PMI_SIZE=2 MASTER_ADDR=a", None, "MASTER_ADDR=a MASTER_PORT=29500 RANK=1 WORLD_SIZE=2"),
     ("PMI_RANK=1 PMI_SIZE=2 MASTER_ADDR=a MASTER_PORT=7", None, "MASTER_ADDR=a MASTER_PORT=7 RANK=1 WORLD_SIZE=2"),
@@ -102,7 +103,7 @@ def test_ways_to_join(ranks, tmp_path, way):
      "MASTER_ADDR=a MASTER_PORT=8 RANK=3 WORLD_SIZE=4"),
 ])  # fmt: skip
 def test_what_an_mpi_tells(monkeypatch, variables, port, told):
-    """One process alone listens at no port; mpirun's word goes before that of the srun which started it."""
+    """One process alone is told, too; mpirun's word goes before that of the srun which started it."""
     environment = dict(variable.split("=") for variable in variables.split())
     monkeypatch.setattr(os, "environ", environment)
     rendezvous.discover_mpi(port, verbose=False)
@@ -115,6 +116,7 @@ def test_what_an_mpi_tells(monkeypatch, variables, port, told):
     ("WORLD_SIZE=0 RANK=0", "WORLD_SIZE='0' must be"),
     ("WORLD_SIZE=2 RANK=0 MASTER_PORT=0", "MASTER_PORT='0' must be a whole number from 1 to 65535"),
     ("SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=1", "SLURM_STEP_NUM_TASKS=4: this process is one of 4, and nothing tells it"),
+    ("SLURM_STEP_NUM_TASKS=4 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1", "SLURM_STEP_NUM_TASKS=4: this process is"),
     ("PMI_RANK=1 PMI_SIZE=2", r"ranks by MPI \(PMI_RANK=1, PMI_SIZE=2\): set MASTER_ADDR"),
 ])  # fmt: skip
 def test_variables_that_cannot_be_used(monkeypatch, variables, words):

@@ -128,6 +128,10 @@ def test_a_world_of_one(rank, world_size):
     assert len(found) == 1, "gloo's"
     assert doors.beyond(found) == []
     assert patience == timedelta(seconds=7), "the engine's, which it may have later"
+    other = rendezvous.host_store(0, timedelta(seconds=5))  # a job beside this one, at the port that both are told
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(other.port))
+    process_group.init_distributed("gloo")
+    process_group.shutdown()
 
 
 @on_ranks()
