@@ -39,12 +39,12 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/models": (542, 540),
     "deepzero/data": (515, 400),
     "deepzero/training": (999, 380),
-    "deepzero/compat": (3_340, 1200),
-    "deepzero": (38_620, 23_500),
+    "deepzero/compat": (3_352, 1200),
+    "deepzero": (38_632, 23_500),
     "tools": (5_869, 2700),
     "tools/book": (1084, 1000),
     "examples": (764, 700),
-    "tests": (32_670, 17_000),
+    "tests": (32_693, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -7,8 +7,8 @@ the runs that it holds, in any stage and among any number of ranks, as from a ch
 
 [Note: where DeepSpeed keeps a parameter]
     *Stages 1 and 2*: parameters of a group are laid end to end and cut once for each rank; a rank's file has its part
-    (``single_partition_of_fp32_groups``, and moments like it) and says which parameters lie where in it
-    (``param_slice_mappings``). A parameter's pieces follow one another by rank.
+    (``single_partition_of_fp32_groups``, and moments like it). Their order is that of ``param_shapes``; what says where
+    they lie, ``param_slice_mappings``, is wrong with ``round_robin_gradients``, and so is what is converted by it.
     *Stage 3*: each parameter is cut for itself, into W parts of ``ceil(numel / W)``; a rank's file has its parts of a
     sub-group end to end (``fp32_flat_groups``).
     *Universal*: a folder ``zero/NAME`` for each parameter, with ``fp32.pt``, ``exp_avg.pt`` and so on, whole.
@@ -26,7 +26,7 @@ import math
 import re
 import zipfile
 import zlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -158,6 +158,12 @@ class _Checkpoint:
         if (path / "zero").is_dir():
             file = "zero/optimizer_state.pt"
             own = self.load(file)
+            zero = self.said["ds_config"].get("zero_optimization") or {}
+            if zero.get("round_robin_gradients") and self.said.get("dp_world_size", 2) != 1:
+                raise CheckpointError(
+                    f"{path} was converted from a run with round_robin_gradients, whose parameters DeepSpeed's "
+                    "ds_to_universal puts into each other's places; load the checkpoint that was converted"
+                )
         self.scaler, base = getattr(own.get("loss_scaler"), "__dict__", None), _base(own)
         groups = own.get("param_groups", base.get("param_groups", []))
         self.groups = [{key: self.number(file, value) for key, value in group.items()} for group in groups]
@@ -229,17 +235,12 @@ class _Checkpoint:
 
     def pieces(self) -> Iterator[Piece]:
         """Masters and moments of what is trained, whether or not they are needed."""
-        done: Counter[str] = Counter()
         for rank, (file, own) in enumerate(self.ranks.items()):
             masters = own.get("fp32_flat_groups") or own["single_partition_of_fp32_groups"]
             for index, master in enumerate(masters):
                 kept = {MASTER: master, **_base(own)["state"].get(index, {})}
-                places = self._partitions(index, rank) if "fp32_flat_groups" in own else [
-                    (name, done[name], place.start, place.numel)
-                    for name, place in own["param_slice_mappings"][index].items()
-                ]  # fmt: skip
-                for name, *where in places:
-                    done[name] += where[-1]  # pieces of a parameter follow one another by rank
+                cut = self._partitions if "fp32_flat_groups" in own else self._slices
+                for name, *where in cut(index, rank):
                     yield from ((key, name, file, value, *where) for key, value in kept.items() if _is_vector(value))
         for index, shapes in enumerate(self.shapes if not self.ranks and self.groups else ()):
             for name, shape in shapes.items():
@@ -253,8 +254,19 @@ class _Checkpoint:
                     else:
                         self.numbers[index][path.stem] = self.number(file, value)
 
+    def _slices(self, index: int, rank: int) -> Iterator[tuple[str, int, int, int]]:
+        """Stages 1 and 2: what one rank has of each parameter of a group: first element there and here, how many."""
+        masters = [own["single_partition_of_fp32_groups"][index] for own in self.ranks.values()]
+        shapes, at = self.shapes[index].items(), -rank * masters[0].numel()
+        paddings = next(iter(self.ranks.values())).get("param_alignment_paddings") or {index: [0] * len(shapes)}
+        for (name, shape), padding in zip(shapes, paddings[index], strict=True):
+            start, end = max(0, -at), min(math.prod(shape), masters[rank].numel() - at)
+            if start < end:
+                yield name, start, at + start, end - start
+            at += math.prod(shape) + padding
+
     def _partitions(self, index: int, rank: int) -> Iterator[tuple[str, int, int, int]]:
-        """Stage 3: what one rank has of each parameter of a sub-group: first element there and here, how many."""
+        """Stage 3: the same of a sub-group."""
         first = 0
         for name, shape in self.shapes[index].items():
             start, numel, each = _part(shape, rank, len(self.ranks))

@@ -193,6 +193,29 @@ def test_nothing_malformed_is_loaded_and_no_pickle_executed(ranks, theirs, tmp_p
     assert not Path("/tmp/executed").exists()
 
 
+def without_places(path):
+    """Only the order of parameters says where one lies, as it is with ``round_robin_gradients``."""
+    with torch.serialization.safe_globals([(deepspeed_checkpoint._Inert, n) for n in deepspeed_checkpoint._CLASSES]):
+        own = torch.load(path)["optimizer_state_dict"]
+    kept = {key: own[key] for key in ("base_optimizer_state", "single_partition_of_fp32_groups")}
+    torch.save({"optimizer_state_dict": kept}, path)
+
+
+def test_parameters_that_were_dealt_out_in_turn(theirs, tmp_path):
+    """DeepSpeed's ``param_slice_mappings`` are wrong then, in what it converts too: values would change places."""
+    shutil.copytree(theirs / "stage2-bf16", tmp_path, dirs_exist_ok=True)
+    read = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
+    expected = read(tmp_path, "own")
+    for model in (MODEL, MODEL.replace("own", "universal")):
+        edited(lambda c: c["ds_config"]["zero_optimization"].update(round_robin_gradients=True))(tmp_path / model)
+    for rank in "01":
+        without_places(tmp_path / OPTIM.replace("rank_1", f"rank_{rank}"))
+    found = read(tmp_path, "own")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(CheckpointError, match="puts into each other's places; load the checkpoint that was converted"):
+        read(tmp_path, "universal")
+
+
 def weights_alone(rank, world, folder):
     engine = engine_for("stage2-bf16", 3)
     engine.load_checkpoint(folder, load_module_only=True)
