@@ -26,12 +26,12 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1_689, 1150),
-    "deepzero/comm": (4_517, 2720),
+    "deepzero/comm": (4_525, 2720),
     "deepzero/runtime": (4_773, 3050),
     "deepzero/runtime/zero": (5_864, 4550),
     "deepzero/offload": (3_540, 2500),
     "deepzero/checkpoint": (3_687, 2610),
-    "deepzero/launch": (723, 650),
+    "deepzero/launch": (725, 650),
     "deepzero/health": (651, 560),
     "deepzero/monitor": (2_495, 1600),
     "deepzero/planning": (2_236, 1650),
@@ -40,11 +40,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (515, 400),
     "deepzero/training": (999, 380),
     "deepzero/compat": (3_352, 1200),
-    "deepzero": (38_632, 23_500),
+    "deepzero": (38_642, 23_500),
     "tools": (5_869, 2700),
     "tools/book": (1084, 1000),
     "examples": (764, 700),
-    "tests": (32_693, 17_000),
+    "tests": (32_700, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -111,6 +111,14 @@ def default_device() -> torch.device:
     return torch.device(mine.kind, number)
 
 
+def cpu_is_meant() -> bool:
+    """Whether ``DEEPZERO_DEVICE=cpu`` keeps the run off the GPUs; a ConfigError for a word that it does not know."""
+    word = os.environ.get("DEEPZERO_DEVICE", "")
+    if word not in ("", "auto", "cpu", "cuda", "xpu", "npu"):
+        raise ConfigError(f"DEEPZERO_DEVICE={word} in the environment: it must be auto, cpu, cuda, xpu or npu")
+    return word == "cpu"
+
+
 _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))
 """What the drivers of NVIDIA's and AMD's GPUs leave to be seen."""
 
@@ -134,7 +142,7 @@ def refuse_missing_gpu() -> None:
     torch's usual build is one for GPUs, on a laptop too: so something else must tell of a GPU, a driver or
     ``CUDA_VISIBLE_DEVICES``; and a launcher this rank's number on its machine.
     """
-    meant = os.environ.get("DEEPZERO_DEVICE") == "cpu" or not (torch.version.cuda or torch.version.hip)
+    meant = cpu_is_meant() or not (torch.version.cuda or torch.version.hip)
     told = re.match(r"\d|GPU|MIG", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     if meant or not (told or any(map(Path.exists, _DRIVERS))) or (why := missing_gpu()) is None:
         return
@@ -162,7 +170,7 @@ def init_distributed(
         discover_mpi(port)
     device = default_device()
     accelerator_of(device).set_device(device)
-    if device.type == "cpu" and os.environ.get("DEEPZERO_DEVICE") != "cpu" and (why := missing_gpu()):
+    if not cpu_is_meant() and device.type == "cpu" and (why := missing_gpu()):
         say_cpu(why)
     if is_initialized():
         return

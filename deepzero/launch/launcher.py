@@ -67,11 +67,13 @@ def default_nproc(wanted: str = "auto") -> int:
     """Ranks that a run gets on this machine: one for each GPU, or 2 where there is none or the CPU is ``wanted``."""
     from deepzero.device import installed
 
-    return 2 if _cpu_is_meant(wanted) else installed().device_count() or 2
+    return 2 if _wants_cpu(wanted) else installed().device_count() or 2
 
 
-def _cpu_is_meant(wanted: str) -> bool:
-    return wanted == "cpu" or (wanted == "auto" and os.environ.get("DEEPZERO_DEVICE") == "cpu")
+def _wants_cpu(wanted: str) -> bool:
+    from deepzero.comm.process_group import cpu_is_meant
+
+    return wanted == "cpu" or (wanted == "auto" and cpu_is_meant())
 
 
 def choose_device(wanted: str, nproc: int) -> str:
@@ -86,7 +88,7 @@ def choose_device(wanted: str, nproc: int) -> str:
     from deepzero.comm.process_group import missing_gpu, say_cpu
     from deepzero.device import installed
 
-    if _cpu_is_meant(wanted):
+    if _wants_cpu(wanted):
         return "cpu"
     gpus = installed().device_count()
     if gpus >= nproc:

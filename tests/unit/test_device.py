@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from deepzero import device
+from deepzero.comm import process_group
 from deepzero.device import Accelerator, NullAccelerator, accelerator, accelerator_of, installed
+from deepzero.launch.launcher import default_nproc
+from deepzero.utils.errors import ConfigError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 3)
 
@@ -35,6 +38,10 @@ def test_the_process_s_accelerator(monkeypatch):
     monkeypatch.setenv("DEEPZERO_DEVICE", "cpu")
     assert accelerator().kind == "cpu" and installed().kind == "cuda"
     assert accelerator_of(GPU).kind == "cuda" and not accelerator_of(torch.device("meta")).has_streams
+    monkeypatch.setenv("DEEPZERO_DEVICE", "CPU")
+    for asks in (process_group.init_distributed, default_nproc):
+        with pytest.raises(ConfigError, match=r"^DEEPZERO_DEVICE=CPU in the environment: it must be auto, cpu, "):
+            asks()
 
 
 def test_another_one_is_given_to_all_threads():
