@@ -168,9 +168,9 @@ def init_distributed(
     """
     if mpi and not is_initialized():
         discover_mpi(port)
-    device = default_device()
+    meant, device = cpu_is_meant(), default_device()
     accelerator_of(device).set_device(device)
-    if not cpu_is_meant() and device.type == "cpu" and (why := missing_gpu()):
+    if device.type == "cpu" and not meant and (why := missing_gpu()):
         say_cpu(why)
     if is_initialized():
         return
