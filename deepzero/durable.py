@@ -63,8 +63,9 @@ def write_whole(path: Path, content: bytes | Callable[[BinaryIO], object], suffi
     except BaseException as error:  # a full disk keeps no half of a file
         with contextlib.suppress(OSError):
             temporary.unlink()
-        # torch.save raises what it makes of the system's word.
-        told = error.__context__ if isinstance(error, RuntimeError) else error
+        # What torch.save makes of the system's word: its archive does not end where it should.
+        of_torch = isinstance(error, RuntimeError) and "unexpected pos" in str(error)
+        told = error.__context__ if of_torch else error
         if isinstance(told, OSError) and told.errno:
             raise OSError(told.errno, told.strerror, str(path)) from None
         raise

@@ -193,7 +193,8 @@ def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool)
     for newest in complete_tags(folder)[-1:]:
         before = (folder / newest / COMMIT).stat().st_mtime_ns
         if before >= mark.stat().st_mtime_ns:  # a clock that was put back must not make this one older
-            os.utime(mark, ns=(before + 10**9, before + 10**9))
+            with contextlib.suppress(OSError):  # some mounts let nobody set times
+                os.utime(mark, ns=(before + 10**9, before + 10**9))
     flush_folder(temporary)  # what is in it, before it has a name that somebody reads
     final, aside = folder / manifest.tag, folder / f"{REPLACED}{manifest.id}-{manifest.tag}"
     if final.exists():

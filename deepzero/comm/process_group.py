@@ -26,7 +26,7 @@ import torch.distributed as dist
 from deepzero.comm import flight_recorder
 from deepzero.comm.flight_recorder import DepartedRank
 from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, behind_closed_doors, discover_mpi, meet
-from deepzero.device import accelerator, accelerator_of
+from deepzero.device import accelerator, accelerator_of, installed
 from deepzero.utils.errors import ConfigError
 from deepzero.utils.storage import as_bytes
 
@@ -113,9 +113,9 @@ def default_device() -> torch.device:
 
 def cpu_is_meant() -> bool:
     """Whether ``DEEPZERO_DEVICE=cpu`` keeps the run off the GPUs; a ConfigError for a word that it does not know."""
-    word = os.environ.get("DEEPZERO_DEVICE", "")
-    if word not in ("", "auto", "cpu", "cuda", "xpu", "npu"):
-        raise ConfigError(f"DEEPZERO_DEVICE={word} in the environment: it must be auto, cpu, cuda, xpu or npu")
+    word, known = os.environ.get("DEEPZERO_DEVICE", ""), dict.fromkeys(("auto", "cpu", "cuda", installed().kind))
+    if word and word not in known:
+        raise ConfigError(f"DEEPZERO_DEVICE={word} in the environment: it must be one of {', '.join(known)}")
     return word == "cpu"
 
 

@@ -43,8 +43,8 @@ _MPI = [
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 ]
 """The same from Open MPI, and from MPICH and Intel MPI."""
-_OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", *(names[1] for names in _MPI))
-"""Where Slurm's ``srun`` and MPIs say how many processes they have started."""
+MPI_SIZES = tuple(names[1] for names in _MPI)
+"""Where MPIs say how many processes they have started, as Slurm's ``srun`` says it in ``SLURM_STEP_NUM_TASKS``."""
 
 
 def on_one_machine() -> bool:
@@ -90,7 +90,7 @@ def discover_mpi(port: int | None = None, verbose: bool = True) -> None:
         if not {"RANK", "WORLD_SIZE"} <= found.keys():
             continue
         if found["WORLD_SIZE"] == "1":
-            _refuse_several()
+            refuse_several()
         if found["WORLD_SIZE"] in ("1", found.get("LOCAL_WORLD_SIZE")):
             found["MASTER_ADDR"] = LOOPBACK
         elif "MASTER_ADDR" not in os.environ:
@@ -114,7 +114,7 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int] | None:
     folder = os.environ.get(LAUNCH_FOLDER_VARIABLE)
     present = [name for name in _VARIABLES if name in os.environ]
     if folder is None and not present:
-        _refuse_several()
+        refuse_several()
         return dist.HashStore(), 0, 1
     missing = sorted({"RANK", "WORLD_SIZE"} - set(present) if folder else set(_VARIABLES) - set(present))
     if missing:
@@ -157,9 +157,9 @@ def _number(name: str, least: int, end: int) -> int:
     return int(told)
 
 
-def _refuse_several() -> None:
+def refuse_several() -> None:
     """Each process alone would train a model of its own, and all of them write into the same folders."""
-    for name in _OTHER_LAUNCHERS:
+    for name in ("SLURM_STEP_NUM_TASKS", *MPI_SIZES):
         if (told := os.environ.get(name, "1")).isdecimal() and int(told) > 1:
             raise ConfigError(
                 f"{name}={told}: this process is one of {told}, and nothing tells it {', '.join(_VARIABLES)}. Start "

@@ -147,6 +147,8 @@ def get_accelerator() -> DeepSpeedAccelerator:
             f"DS_ACCELERATOR={named}, but this process computes on {kind}: torch finds "
             f"{installed().device_count()} GPUs, DEEPZERO_DEVICE={os.environ.get('DEEPZERO_DEVICE', '')}; unset one"
         )
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"get_accelerator() answers for cuda and cpu, and this process computes on {kind}")
     its = _on_gpu(accelerator().module) if kind == "cuda" else _on_cpu()
     return DeepSpeedAccelerator(**its, **_anywhere(kind, its))
 

@@ -159,7 +159,8 @@ class _Checkpoint:
             file = "zero/optimizer_state.pt"
             own = self.load(file)
             zero = self.said["ds_config"].get("zero_optimization") or {}
-            if zero.get("round_robin_gradients") and self.said.get("dp_world_size", 2) != 1:
+            dealt_out = zero.get("round_robin_gradients") and zero.get("stage") in (1, 2)
+            if dealt_out and self.said.get("dp_world_size", 2) != 1:
                 raise CheckpointError(
                     f"{path} was converted from a run with round_robin_gradients, whose parameters DeepSpeed's "
                     "ds_to_universal puts into each other's places; load the checkpoint that was converted"

@@ -74,14 +74,14 @@ class Diagnosis(NamedTuple):
 class Standstill:
     """How long a rank has stood where it is, as one thread has seen it: it looks, and nobody else does."""
 
-    def __init__(self, trail: FlightRecorder) -> None:
-        self._trail = trail
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self._recorder = recorder
         self._seen: tuple[int, CollectiveRecord | None] | None = None
         self._since = 0.0
 
     def look(self, now: float) -> tuple[float, bool]:
         """Seconds at second ``now`` of any clock that does not jump; and whether the rank has moved since the last."""
-        seen = (self._trail.sequence, self._trail.waiting)
+        seen = (self._recorder.sequence, self._recorder.waiting)
         if moved := seen != self._seen:
             self._seen, self._since = seen, now
         return now - self._since, moved
@@ -98,22 +98,22 @@ class RollCall:
     come back while another one already calls :meth:`standstill`: neither changes what the other reads.
     """
 
-    def __init__(self, board: StoreMailbox, trail: FlightRecorder, trainer: int, host_waits: bool = True) -> None:
-        self._board, self._trail, self._trainer, self._host_waits = board, trail, trainer, host_waits
+    def __init__(self, board: StoreMailbox, recorder: FlightRecorder, trainer: int, host_waits: bool = True) -> None:
+        self._board, self._recorder, self._trainer, self._host_waits = board, recorder, trainer, host_waits
         # Of :meth:`look`.
-        self._asking, self._due = Standstill(trail), NOTICE_SECONDS
+        self._asking, self._due = Standstill(recorder), NOTICE_SECONDS
         self._answered = 0
         # The number of the question that this rank has asked last while it waits, and when; None: it has its answer.
         self._asked: tuple[int, float] | None = None
         # Of :meth:`standstill`.
-        self._alone, self._told = Standstill(trail), False
+        self._alone, self._told = Standstill(recorder), False
         self._lock, self._said = threading.Lock(), False  # of every thread
 
     def standstill(self, now: float, seconds: float) -> str:
         """What is to be printed, once, when nothing was launched for so long; empty: nothing. Without the store."""
         stands, moved = self._alone.look(now)
         self._told = self._told and not moved
-        if stands < seconds or self._told or self._trail.sequence == 0:
+        if stands < seconds or self._told or self._recorder.sequence == 0:
             return ""
         self._told, where = True, self._state(0, 0.0).text()
         return f"where rank {self._board.rank} is, nothing launched for {seconds:.0f} s: {where}"
@@ -129,7 +129,7 @@ class RollCall:
             self._post(asked, stands)
             if board.get("call") not in (None, CONNECTION):
                 self.say()
-        waits = self._trail.waiting is not None if self._host_waits else self._trail.sequence > 0
+        waits = self._recorder.waiting is not None if self._host_waits else self._recorder.sequence > 0
         if waits and stands >= self._due:
             if self._asked is None:
                 self._asked = board.add("ask", 1), now
@@ -182,7 +182,7 @@ class RollCall:
             print(f"where rank {self._board.rank} is: {self._state(0, 0.0).text()}", file=sys.stderr, flush=True)
 
     def _state(self, question: int, stands: float) -> State:
-        return replace(self._trail.state(question, user_line(self._trainer)), seconds=stands)
+        return replace(self._recorder.state(question, user_line(self._trainer)), seconds=stands)
 
     def _post(self, question: int, stands: float) -> None:
         self._board.set(f"here/{self._board.rank}", self._state(question, stands).to_json())

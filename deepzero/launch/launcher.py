@@ -158,7 +158,7 @@ def launch(
                 _attempt(folder, job, nproc, variables, signals)
                 return
             except RankFailed as error:
-                joined = joined or (folder / JOINED).exists()
+                joined = joined or (folder / JOINED).exists() or not folder.exists()  # what cleans /tmp took it
                 if attempt == max_restarts or not joined:
                     raise
                 with signals.raised():
@@ -186,7 +186,7 @@ def _attempt(
     store: list[int] = []
     try:
         try:
-            folder.mkdir()
+            folder.mkdir(parents=True)
             path.write_bytes(pickle.dumps(job))
             if hasattr(os, "memfd_create"):  # Linux; elsewhere the ranks make a file of that name
                 # The name leads each rank to a file in memory: on a disk that is full a record would be torn, and the

@@ -98,7 +98,7 @@ class MetricsFile:
         """Append a line."""
         line, written = (to_json(entry) + "\n").encode("utf-8"), 0
         try:
-            if not os.fstat(self._file).st_nlink:
+            if not self._path.exists():
                 raise FileNotFoundError(errno.ENOENT, "it was removed")
             while written < len(line):  # a disk that is almost full takes a part, and raises at the next
                 written += os.write(self._file, line[written:])

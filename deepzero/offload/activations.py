@@ -144,7 +144,7 @@ class Saved:
 class HostActivations:
     """Hooks on saved tensors, and what they moved over ``copier``, which is their own.
 
-    What ``parameters()``, asked at every forward pass, names stays on the device, and so do storages below
+    What ``params()``, asked at every forward pass, names stays on the device, and so do storages below
     ``min_bytes``. ``pin`` locks the pages of host buffers, where the system lets them be locked.
     """
 

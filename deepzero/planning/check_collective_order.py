@@ -77,7 +77,7 @@ def skipping(program: TrainStep, module: str) -> TrainStep:
 def compare(rehearsals: Sequence[DryRunResult], wrong: Collection[int] = ()) -> list[Difference]:
     """Every rank that does not launch, or does not compute gradients of, what most of them do.
 
-    Of ranks that are known to go ``wrong`` that is no question: what the others do is right, however few they are.
+    Ranks that are known to go ``wrong`` have no say: what the others do is right, however few they are.
     """
     right = [r for r in rehearsals if r.rank not in wrong] or list(rehearsals)
     paths = [(r.trail, sorted(r.gradients)) for r in right]

@@ -190,9 +190,9 @@ def offload_bytes(
 ) -> tuple[int, int]:
     """What an offloaded step takes beside its state, on the device and in the host's memory.
 
-    On the device a slot for each send buffer and one more, of the largest part's sum. On the host two buffers for new
-    parameters that are not fp32, or with a delayed update one for each bucket (masters in files are not sent
-    themselves, so there fp32 parameters have buffers, too); and what stands before files: for sums one buffer a slot,
+    On the device one buffer more than there are send buffers, each for the largest part's sum. On the host two buffers
+    for new parameters that are not fp32, or with a delayed update one for each bucket (masters in files are not sent
+    themselves, so there fp32 parameters have buffers, too); and those before files: for sums as many as on the device,
     for steps, and for fetches, each of which begins at a block. ``planned`` are all groups.
     """
     optimizer, param, files = zero.offload_optimizer, zero.offload_param, zero.offload_optimizer.device == "nvme"

@@ -34,6 +34,7 @@ from yaml import YAMLError
 
 from deepzero.checkpoint.checkpoint_dir import LOCK, holds, release
 from deepzero.comm.process_group import refuse_missing_gpu
+from deepzero.comm.rendezvous import MPI_SIZES, discover_mpi, refuse_several
 from deepzero.config.hydra_errors import check_words, explain, plain_names
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
@@ -169,6 +170,7 @@ class CommandLine:
 
     def _start_ranks(self, run: RunConfig, run_dir: Path, command: Command) -> None:
         """Check what can be checked, start the ranks on this machine, wait for them."""
+        refuse_several()
         nproc = run.launch.nproc or default_nproc(run.launch.device)
         device = launcher.choose_device(run.launch.device, nproc)
         run_folder.take(run_dir)
@@ -298,6 +300,8 @@ def _prepare_words() -> None:
     sys.argv[1:] = [*flags[:1], *(word for word in words if word not in flags)]
     if "plan=true" in map(str.lower, words) and not sweep:
         sys.argv += NO_FOLDER  # nothing is run
+    if not under_launcher() and any(os.environ.get(name, "1") != "1" for name in MPI_SIZES):
+        discover_mpi()  # one process of mpirun alone starts ranks as any other process does
     if under_launcher():
         if sweep:
             raise ConfigError("a sweep (-m) starts the ranks of each job itself: run it with python, not with torchrun")
@@ -358,6 +362,8 @@ def compose(overrides: Sequence[str]) -> RunConfig:
             return RunConfig.from_mapping(settings_of(hydra.compose("train", overrides=list(overrides))))
     except HYDRAS_ERRORS as error:
         raise ConfigError(explain(error, CONFIGS, partial(valid_keys, overrides))) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"Hydra cannot read a config file: {error}") from None
 
 
 def valid_keys(words: Sequence[str]) -> list[str]:

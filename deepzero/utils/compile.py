@@ -112,7 +112,8 @@ def _probe_without_torch() -> None:
     isa = importlib.import_module("torch._inductor.cpu_vec_isa").VecISA
     library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
     if not hasattr(isa, "_probe_load") and library.exists():
-        isa._avx_py_load = isa._avx_py_load.replace("import torch", f"import ctypes; ctypes.CDLL({str(library)!r})")
+        light = f"import ctypes\ntry:\n    ctypes.CDLL({str(library)!r})\nexcept OSError:\n    __import__('torch')"
+        isa._avx_py_load = isa._avx_py_load.replace("import torch", light)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -214,6 +214,9 @@ def test_parameters_that_were_dealt_out_in_turn(theirs, tmp_path):
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     with pytest.raises(CheckpointError, match="puts into each other's places; load the checkpoint that was converted"):
         read(tmp_path, "universal")
+    # Stage 3 does not look at the setting.
+    edited(lambda c: c["ds_config"]["zero_optimization"].update(stage=3))(tmp_path / MODEL.replace("own", "universal"))
+    assert read(tmp_path, "universal").keys() == expected.keys()
 
 
 def weights_alone(rank, world, folder):

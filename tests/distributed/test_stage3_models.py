@@ -101,12 +101,15 @@ class Directional(Base):
 
 
 class Parametrized(Base):
-    """A weight is parametrized for the time of a forward pass, as PEFT's ``target_parameters`` are."""
+    """Weights are parametrized for the time of a forward pass, as PEFT's ``target_parameters`` are."""
 
     def forward(self, x):
+        nn.utils.parametrize.register_parametrization(self.norm, "weight", nn.Tanh())
+        early = self.first(x).mean()  # shows its bucket, and with it the next one's weight
         nn.utils.parametrize.register_parametrization(self.second, "weight", nn.Tanh())
-        loss = super().forward(x)
-        nn.utils.parametrize.remove_parametrizations(self.second, "weight", leave_parametrized=False)
+        loss = super().forward(x) + early
+        for module in (self.norm, self.second):
+            nn.utils.parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
         return loss
 
 

@@ -109,16 +109,22 @@ def free_port():
 
 
 @pytest.mark.slow
-def test_torchrun_with_two_nodes(watched, tiny, tmp_path):
+@pytest.mark.parametrize("by", ["torchrun", "mpirun"])
+def test_two_nodes(by, watched, tiny, tmp_path):
+    """As torchrun starts them, or as Open MPI tells its processes what they are."""
     torchrun = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
         f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test", "--local-addr=127.0.0.1",
     ]  # fmt: skip
-    arguments = [*torchrun, runs.TRAIN, *tiny, "train.steps=30"]
+    arguments = [*(torchrun if by == "torchrun" else [sys.executable]), runs.TRAIN, *tiny, "train.steps=30"]
+    told, port = [dict[str, str](), dict[str, str]()], str(free_port())
+    for rank in "01" if by == "mpirun" else "":
+        mpi = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": "2", "LOCAL_SIZE": "2"}
+        told[int(rank)] = {f"OMPI_COMM_WORLD_{name}": value for name, value in mpi.items()} | {"MASTER_PORT": port}
     nodes = [tmp_path / "node0", tmp_path / "node1"]
     for node in nodes:
         node.mkdir()
-    with runs.started(arguments, nodes[0]) as first, runs.started(arguments, nodes[1]) as second:
+    with runs.started(arguments, nodes[0], **told[0]) as first, runs.started(arguments, nodes[1], **told[1]) as second:
         ends = [first.wait(), second.wait()]
     assert [done.status for done in ends] == [0, 0], ends[0].err + ends[1].err
     # One run folder, on the node that has rank 0, whichever that is; the other node's folder stays empty.
@@ -131,6 +137,12 @@ def test_torchrun_with_two_nodes(watched, tiny, tmp_path):
     two_nodes, one_node = runs.summary(run_dirs[0]), runs.summary(watched[0])
     assert two_nodes["params_sha256"] == one_node["params_sha256"]
     assert two_nodes["world_size"] == 2
+
+
+def test_tasks_of_srun_are_no_runs_of_their_own(tiny, tmp_path):
+    done = runs.refused(*tiny, cwd=tmp_path, SLURM_STEP_NUM_TASKS="4")
+    assert done.status == 2 and done.err.startswith("SLURM_STEP_NUM_TASKS=4: this process is one of 4, and nothing")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.exhaustive

@@ -154,7 +154,7 @@ class ModuleHooks:
         return pre_forward
 
     def _post_forward_hook(self, hooked: nn.Module, params: list[ZeroParameter], as_one: bool) -> Callable[..., None]:
-        trail, name = self.coordinator.comm.flight_recorder, self._names[hooked]
+        recorder, name = self.coordinator.comm.flight_recorder, self._names[hooked]
         after = (f"forward, after {name}", f"backward, after {name}")
 
         @never_compiled
@@ -165,7 +165,7 @@ class ModuleHooks:
                 return
             if as_one:
                 self._fetch_for_backward(self._keys_with(params, external_parameters(module)), name, output)
-            trail.position = after[in_backward()]  # for the messages of ranks that fall apart
+            recorder.position = after[in_backward()]  # for the messages of ranks that fall apart
             self._leave()
 
         return post_forward

@@ -109,6 +109,10 @@ class ZeroParameter(nn.Parameter):
     # Whether the parameter has at most ``stage3_param_persistence_threshold`` elements: it stays whole.
     ds_persist = False
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """What parametrize does, to set a parameter to itself, is no write."""
+        return self if args and args[0] is self else super().set_(*args, **kwargs)
+
     ds_id = property(attrgetter("_record.id"), doc="A number that no other parameter of this process has.")
     ds_numel = property(attrgetter("_record.numel"), doc="Elements of the whole parameter.")
     ds_shape = property(attrgetter("_record.shape"), doc="Shape of the whole parameter.")
@@ -224,7 +228,7 @@ class PartitionedParameter(ZeroParameter):
         )
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """A write like others, though torch tells no subclass of this one; parametrize sets a parameter to itself."""
+        """A write like others, though torch tells no subclass of this one."""
         return self if args and args[0] is self else self.__torch_function__(Tensor.set_, (), (self, *args), kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
