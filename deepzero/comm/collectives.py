@@ -41,9 +41,9 @@ REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single
 class Pending:
     """A collective under way. Its tensors belong to it until :meth:`wait` returns."""
 
-    def __init__(self, comm: Communicator, record: CollectiveRecord) -> None:
+    def __init__(self, comm: Communicator, entry: CollectiveRecord) -> None:
         self.works: Sequence[dist.Work | None] | None = None  # nothing was started, as with one rank
-        self._comm, self.record = comm, record  # its entry in the flight recorder
+        self._comm, self.entry = comm, entry  # in the flight recorder
         self._span: LaneSpan | None = None  # in a trace, while somebody records
         self._metered = False  # counted by ``comm.overlap`` as under way
         self._done = False
@@ -51,10 +51,10 @@ class Pending:
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
         """Around the calls of torch that start the collective, whose works are given to ``works`` inside."""
-        comm, kind, self.works = self._comm, self.record.kind, ()
-        self._span, launch_span = comm.ranges.launching(kind, self.record.where, lane=comm.overlap.measures)
+        comm, kind, self.works = self._comm, self.entry.kind, ()
+        self._span, launch_span = comm.ranges.launching(kind, self.entry.where, lane=comm.overlap.measures)
         # The host exchange blocks in its launch, and so does gloo when its buffers are full.
-        with comm.observer.blocked_in(self.record, launch_span):
+        with comm.observer.blocked_in(self.entry, launch_span):
             self._metered, since = comm.overlap.began(kind), perf_counter()
             try:
                 yield
@@ -70,7 +70,7 @@ class Pending:
             return
         comm.chaos.delay()
         if self.works is not None:
-            with comm.observer.blocked_in(self.record, comm.ranges.waiting(self._span)):
+            with comm.observer.blocked_in(self.entry, comm.ranges.waiting(self._span)):
                 since = perf_counter()
                 try:
                     for work in filter(None, self.works):
@@ -78,7 +78,7 @@ class Pending:
                 finally:
                     self._was_blocked(since, over=True)
         self.works, self._done = None, True
-        comm.ledger.note("wait", self.record.kind, self.record.where)
+        comm.ledger.note("wait", self.entry.kind, self.entry.where)
 
     def __del__(self) -> None:
         # An engine is let go of with fetches under way: without its buffer a message that comes blocks all behind it.
@@ -208,7 +208,7 @@ class Communicator:
         with pending.launching():
             if self._pairwise:
                 # All sends and receives are under way before any is waited for: nobody waits for a rank that waits.
-                tag = pending.record.tag
+                tag = pending.entry.tag
                 works = [self._torch.isend(send[q], among.ranks[q], tag=tag) for q in sent]
                 receives = [q for q in reversed(among.peers) if recv[q].numel()]
                 pending.works = works + [self._torch.irecv(recv[q], among.ranks[q], tag=tag) for q in receives]

@@ -11,7 +11,7 @@ import deepzero
 from tests import ROOT
 from tools.measure_house import Source
 
-DISTRIBUTION = {"hydra": "hydra-core", "torch_tb_profiler": "torch-tb-profiler"}
+DISTRIBUTION = {"yaml": "pyyaml", "hydra": "hydra-core", "torch_tb_profiler": "torch-tb-profiler"}
 """Modules whose distribution has another name."""
 
 
@@ -27,7 +27,7 @@ def names(lines):
 def test_the_plain_install_is_light():
     watching = {"wandb", "tensorboard", "torch-tb-profiler"}
     assert names(project()["dependencies"]) == {
-        "torch", "numpy", "safetensors", "hydra-core", "omegaconf", "tqdm", *watching,
+        "torch", "numpy", "safetensors", "hydra-core", "omegaconf", "pyyaml", "tqdm", *watching,
     }  # fmt: skip
 
 
