@@ -34,17 +34,17 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/launch": (725, 650),
     "deepzero/health": (651, 560),
     "deepzero/monitor": (2_495, 1600),
-    "deepzero/planning": (2_236, 1650),
+    "deepzero/planning": (2_245, 1650),
     "deepzero/profiling": (1_176, 800),
     "deepzero/models": (542, 540),
     "deepzero/data": (515, 400),
     "deepzero/training": (1_005, 380),
     "deepzero/compat": (3_355, 1200),
-    "deepzero": (38_658, 23_500),
-    "tools": (5_865, 2700),
+    "deepzero": (38_667, 23_500),
+    "tools": (5_882, 2700),
     "tools/book": (1084, 1000),
     "examples": (764, 700),
-    "tests": (32_720, 17_000),
+    "tests": (32_718, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

@@ -57,10 +57,15 @@ class Cluster:
         return self.host_memory_bandwidth / self.ranks_per_node if self.device_type == "cpu" else self.memory_bandwidth
 
     def op_seconds(self, op: OpCost) -> float:
-        """An op takes as long as its operations, its memory traffic or its launch, whichever is most."""
+        """An op takes as long as its operations, its memory traffic or its launch, whichever is most.
+
+        A CPU lays a matrix out anew before it multiplies, so a product takes operations and traffic there.
+        """
         speed = self.flops * self.efficiency * (self.attention_speed if op.kind == "attention" else 1.0)
         bandwidth = self.copy_bandwidth if op.kind == "copy" else self.memory_bandwidth
-        return max(op.flops / speed, op.bytes / bandwidth, self.op_overhead)
+        computing, moving = op.flops / speed, op.bytes / bandwidth
+        one_by_one = self.device_type == "cpu" and op.kind == "product"
+        return max(computing + moving if one_by_one else max(computing, moving), self.op_overhead)
 
     def collective_seconds(self, sent: Sent, nodes: Nodes) -> float:
         """From the launch to the end, with nothing else on the links."""

@@ -486,10 +486,8 @@ def test_a_quick_run_over_links(words, rows, tmp_path):
 def test_links_without_a_cluster_probe_for_one(monkeypatch):
     started = []
     monkeypatch.setattr(links, "launch", lambda *program, **_: started.append(program))
-    monkeypatch.setattr(links.subprocess, "run", lambda *_, env: SimpleNamespace(returncode=env[links.INSIDE]))
-    probed = links._start_again([], None, 2, throttled=False)
-    assert started == [(links.PROBE, "probe_to_file", (probed, "bfloat16"))]
-    assert links._start_again([], Path("here.json"), 2, throttled=False) == "here.json" and len(started) == 1
+    monkeypatch.setattr(links, "read_cluster", lambda path: path)
+    assert started == [] and [(links.PROBE, "probe_to_file", (links.probe(2, "here"), "bfloat16"))] == started
 
 
 # ---- benchmarks of one thing -----------------------------------------------------------------------------------------

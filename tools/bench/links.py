@@ -9,8 +9,8 @@ allowed it says so; ``--speeds 0`` needs neither.
 All ranks share the device, so one rank's link has a W-th of the speed that is printed. *x floor* is the step over its
 stage's parts at that speed, each alone (``floor.py``). *Hidden* is the share of the time with something under way in
 which the program did not stand still, as deepzero counts it in every step. *Predicted* is what ``tools.simulate`` says
-for these links, everything else as it was probed here; *in sequence* is the same with computing, sending and copying
-one after the other, for on CPUs they share the cores.
+for these links, everything else as it was probed here, just before the contender started; *in sequence* is the same
+with computing, sending and copying one after the other, for on CPUs they share the cores.
 
 ``--between-nodes``: pairs of ranks pretend to be nodes, what a rank sends to another node goes through a simulated link
 (``node_link.py``), a node's ranks share the speed that is printed, and the variants of ``zeropp`` take part. *Hidden*
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -89,10 +89,19 @@ def predict(work: Workload, options: dict[str, Any], cluster: Cluster, gbit: flo
     return line.seconds, sum(span.end - span.start for span in line.spans)
 
 
-def measure(entries: list[Entry], plan: Plan, rounds: int, speeds: Sequence[float]) -> Found:
+def probe(ranks: int, folder: str) -> Cluster:
+    """This machine at memory speed, as ``tools.simulate --probe`` finds it."""
+    environment, path = {"DEEPZERO_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}, str(Path(folder, "here.json"))
+    launch(PROBE, "probe_to_file", (path, "bfloat16"), nproc=ranks, environment=environment)
+    return read_cluster(path)
+
+
+def measure(
+    entries: list[Entry], plan: Plan, rounds: int, speeds: Sequence[float], before: Callable[[Entry], object] = bool
+) -> Found:
     """What the rounds found: of ``hidden`` each block's last step."""
     found = defaultdict(list)
-    for name, outcomes in run_rounds(entries, plan, rounds).items():
+    for name, outcomes in run_rounds(entries, plan, rounds, before=before).items():
         for outcome in (one for one in outcomes if one.error is None):
             for place, speed in enumerate(speeds):
                 block = slice(place * plan.steps, (place + 1) * plan.steps)
@@ -103,7 +112,9 @@ def measure(entries: list[Entry], plan: Plan, rounds: int, speeds: Sequence[floa
     return found
 
 
-def table(entries: list[Entry], found: Found, work: Workload, speeds: Sequence[float], cluster: Cluster) -> str:
+def table(
+    entries: list[Entry], found: Found, work: Workload, speeds: Sequence[float], clusters: dict[str, list[Cluster]]
+) -> str:
     """A row for each contender at each speed, of the floor one for each stage that has its own."""
     floors, rows = {speed: report.floor_of(found["floor pieces", speed]) for speed in speeds}, []
     for contender, variant in sorted(entries, key=lambda entry: (entry[0].name, entry[1].name)):
@@ -116,8 +127,8 @@ def table(entries: list[Entry], found: Found, work: Workload, speeds: Sequence[f
             row = report.summarize(contender, variant, found[name, speed])
             if row is not None:
                 hidden = [share for outcome in row.rounds for share in outcome.facts["hidden"]]
-                ours = contender.builder == "engines:build"
-                ends = [f"{end:.3f}" for end in predict(work, variant.options, cluster, speed)] if ours else ["-", "-"]
+                told = [predict(work, variant.options, cluster, speed) for cluster in clusters.get(name, [])]
+                ends = [f"{median(ends):.3f}" for ends in zip(*told, strict=True)] or ["-", "-"]
                 over, share = report.over_floor(row, floors[speed]), f"{median(hidden):.0%}" if hidden else "-"
                 rows.append([name, at, f"{row.seconds:.3f}", f"{min(row.samples):.3f}", over, share, *ends])
     head = ["contender", "links", "median s", "best s", "x floor", "hidden", "predicted s", "in sequence s"]
@@ -182,8 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         speeds = [0, *(speed for speed in speeds if speed)]  # a step without a slow link is what others are held to
     entries = options.contenders or select_entries("zeropp" if nodes else CONTENDERS)
     throttled = any(speeds) and not nodes
-    if not nodes and INSIDE not in os.environ:
-        return _start_again(arguments, options.cluster, work.ranks, throttled)
+    if throttled and INSIDE not in os.environ:
+        return _start_again(arguments)
     if throttled:
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     facts = [*report.machine_facts(work), f"commit {report.commit()}", report.load_fact(work)]
@@ -194,11 +205,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             commands=tuple(map(bucket, speeds)) if throttled else (),
             between_nodes=tuple(map(rank_bandwidth, speeds)) if nodes else (),
         )  # fmt: skip
-        found = measure(entries, plan, options.rounds, speeds)
-    if nodes:
-        text = table_between_nodes(entries, found, speeds)
-    else:
-        text = table(entries, found, work, speeds, read_cluster(os.environ[INSIDE]))
+        clusters: dict[str, list[Cluster]] = defaultdict(list)
+
+        def before(entry: Entry) -> None:
+            if entry[0].builder == "engines:build" and not nodes:
+                if throttled:
+                    subprocess.run(bucket(0), check=True)
+                here = read_cluster(str(options.cluster)) if options.cluster else probe(work.ranks, folder)
+                clusters[f"{entry[0].name} {entry[1].name}"].append(here)
+
+        found = measure(entries, plan, options.rounds, speeds, before)
+    text = table_between_nodes(entries, found, speeds) if nodes else table(entries, found, work, speeds, clusters)
     print(f"\n{text}")
     if options.page is not None:
         link = f"{work.parameters:,} parameters, {work.ranks} ranks, {options.rounds} rounds of {options.steps} steps"
@@ -207,19 +224,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(not found[f"{c.name} {v.name}", speeds[0]] for c, v in entries) else 0
 
 
-def _start_again(arguments: Sequence[str] | None, cluster: Path | None, ranks: int, throttled: bool) -> int:
-    """Probe the machine, if no cluster was given, and run this command with that, its links throttled if asked for."""
-    if throttled and (problem := refusal()):
+def _start_again(arguments: Sequence[str] | None) -> int:
+    """Run this command once more, in a network namespace of its own, whose links can be throttled."""
+    if problem := refusal():
         print(f"links: this machine throttles no links ({problem}); root, unshare and tc are needed", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="deepzero-probe-") as folder:
-        probed = str(cluster or Path(folder, "here.json"))
-        if cluster is None:
-            environment = {"DEEPZERO_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-            launch(PROBE, "probe_to_file", (probed, "bfloat16"), nproc=ranks, environment=environment)
-        alone = ["unshare", "-n"] if throttled else []
-        command = [*alone, sys.executable, "-m", "tools.bench.links", *(arguments or sys.argv[1:])]
-        return subprocess.run(command, env={**os.environ, INSIDE: probed}).returncode
+    command = ["unshare", "-n", sys.executable, "-m", "tools.bench.links", *(arguments or sys.argv[1:])]
+    return subprocess.run(command, env={**os.environ, INSIDE: "1"}).returncode
 
 
 if __name__ == "__main__":

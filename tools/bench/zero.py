@@ -28,7 +28,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -111,14 +111,20 @@ def measure_idle(entries: list[Entry], plan: Plan) -> dict[tuple[str, str], int]
     return idle
 
 
-def run_rounds(entries: list[Entry], plan: Plan, rounds: int, keep: float | None = None) -> Results:
-    """All rounds; after the first one slow and failing variants drop out, unless ``keep`` is None."""
+def run_rounds(
+    entries: list[Entry], plan: Plan, rounds: int, keep: float | None = None, before: Callable[[Entry], object] = bool
+) -> Results:
+    """All rounds; after the first one slow and failing variants drop out, unless ``keep`` is None.
+
+    ``before`` is called before each start of an entry.
+    """
     results: Results = {(c.name, v.name): [] for c, v in entries}
     shuffle, alive = random.Random(0), list(entries)
     for number in range(1, rounds + 1):
         # Another order each round: whoever runs after a hungry neighbour should not always be the same.
         shuffle.shuffle(alive)
         for contender, variant in alive:
+            before((contender, variant))
             outcome = run_variant(contender, variant, plan, f"round{number}")
             results[contender.name, variant.name].append(outcome)
             print(f"round {number}/{rounds}  {contender.name} {variant.name}: {outcome}", flush=True)
