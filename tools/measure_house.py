@@ -44,7 +44,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "tools": (5_882, 2700),
     "tools/book": (1084, 1000),
     "examples": (764, 700),
-    "tests": (32_718, 17_000),
+    "tests": (32_720, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}

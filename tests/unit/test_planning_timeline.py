@@ -40,6 +40,8 @@ def test_an_op_takes_what_its_operations_memory_or_launch_take():
     # What only copies goes at the memory's speed, which on CPUs is the host's, shared by 4 ranks.
     cpu = dataclasses.replace(SIMPLE, device_type="cpu")
     assert [cluster.op_seconds(copied) for cluster in (SIMPLE, cpu)] == [3e6 / 1e9, 3e6 / (1e6 / 4)]
+    # And a product takes its traffic beside its operations there.
+    assert [cluster.op_seconds(OpCost(10**12, 10**9, "product")) for cluster in (SIMPLE, cpu)] == [2.0, 3.0]
 
 
 @pytest.mark.parametrize(("given", "nodes", "seconds"), [
