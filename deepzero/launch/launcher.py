@@ -158,7 +158,7 @@ def launch(
                 _attempt(folder, job, nproc, variables, signals)
                 return
             except RankFailed as error:
-                joined = joined or (folder / JOINED).exists() or not folder.exists()  # what cleans /tmp took it
+                joined = joined or (folder / JOINED).exists() or not Path(root).exists()  # what cleans /tmp has it
                 if attempt == max_restarts or not joined:
                     raise
                 with signals.raised():

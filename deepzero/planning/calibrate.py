@@ -66,7 +66,7 @@ def probe(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Cluster:
     memory_bandwidth = sum(op.bytes for op in function_ops) / function_seconds
     if not accelerator.has_streams:  # there a product's traffic takes time of its own: ``Cluster.op_seconds``
         moving = sum(op.bytes for op in product_ops) / memory_bandwidth
-        product_seconds = max(product_seconds - moving, product_seconds / 2)
+        product_seconds = max(product_seconds - moving, product_seconds / 2)  # noise must not make it nothing
     flops = sum(op.flops for op in product_ops) / product_seconds
     mine = {
         "flops": flops,

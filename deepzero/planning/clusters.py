@@ -59,7 +59,7 @@ class Cluster:
     def op_seconds(self, op: OpCost) -> float:
         """An op takes as long as its operations, its memory traffic or its launch, whichever is most.
 
-        A CPU lays a matrix out anew before it multiplies, so a product takes operations and traffic there.
+        On a CPU a product takes the first two together: its time over rows is a line from its weights' traffic upwards.
         """
         speed = self.flops * self.efficiency * (self.attention_speed if op.kind == "attention" else 1.0)
         bandwidth = self.copy_bandwidth if op.kind == "copy" else self.memory_bandwidth

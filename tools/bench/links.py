@@ -97,9 +97,9 @@ def probe(ranks: int, folder: str) -> Cluster:
 
 
 def measure(
-    entries: list[Entry], plan: Plan, rounds: int, speeds: Sequence[float], before: Callable[[Entry], object] = bool
+    entries: list[Entry], plan: Plan, rounds: int, speeds: Sequence[float], before: Callable[[Entry], None]
 ) -> Found:
-    """What the rounds found: of ``hidden`` each block's last step."""
+    """What the rounds found: of ``hidden`` each block's last step. ``before`` is called before each start of one."""
     found = defaultdict(list)
     for name, outcomes in run_rounds(entries, plan, rounds, before=before).items():
         for outcome in (one for one in outcomes if one.error is None):

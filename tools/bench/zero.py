@@ -112,8 +112,9 @@ def measure_idle(entries: list[Entry], plan: Plan) -> dict[tuple[str, str], int]
 
 
 def run_rounds(
-    entries: list[Entry], plan: Plan, rounds: int, keep: float | None = None, before: Callable[[Entry], object] = bool
-) -> Results:
+    entries: list[Entry], plan: Plan, rounds: int, keep: float | None = None,
+    before: Callable[[Entry], None] = lambda _entry: None,
+) -> Results:  # fmt: skip
     """All rounds; after the first one slow and failing variants drop out, unless ``keep`` is None.
 
     ``before`` is called before each start of an entry.
